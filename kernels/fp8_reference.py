@@ -1,0 +1,181 @@
+"""FP8 block quantisation in plain torch: what every FP8 kernel beside this file is compared with.
+
+Knows nothing of checkpoints, names or modules, and imports nothing of mtplab. "Scale" is always the
+multiplier: `value = code * scale`, whatever a file calls it. Shapes use n (rows, output features),
+k (columns, input features), g (columns of one activation group).
+
+Numerics follow lmdeploy's blocked FP8 GEMM (`lmdeploy/pytorch/kernels/cuda/blocked_gemm_fp8.py`): amax in
+float32, floored at 1e-6 for activations, scale = amax / 448. lmdeploy multiplies by float32(1/448); here both
+divisions are true divisions, as DeepSeek's and transformers' quantisers have it, so a scale may differ
+from lmdeploy's in its last bit.
+"""
+
+from __future__ import annotations
+
+import torch
+
+__all__ = [
+    "ACTIVATION_AMAX_FLOOR",
+    "dequantize_block",
+    "has_nan_codes",
+    "quantize_activation",
+    "quantize_block",
+    "round_activation",
+]
+
+ACTIVATION_AMAX_FLOOR = 1e-6
+
+# rows handled at a time, so that the 16-bit scratch and the output rows stay in cache
+_BAND_ROWS = 128
+
+# an E4M3 (E5M2) code moved into a float16's bits reads as value * 2**-8 (value); the factor is undone in the scale
+_E4M3_AS_HALF = 256.0
+
+# below this many elements three casts cost less than the eight small operators of the exact float32 rounding
+_CAST_IS_CHEAPER = 2048
+
+
+def has_nan_codes(data: torch.Tensor) -> bool:
+    """Whether an FP8 tensor of any shape holds a code that means NaN (or, in E5M2, an infinity)."""
+    if data.numel() == 0:
+        return False
+    codes = data.view(torch.uint8)
+    if data.dtype == torch.float8_e4m3fn:
+        return bool((codes & 0x7F).amax() == 0x7F)
+    if data.dtype == torch.float8_e5m2:
+        return bool((codes & 0x7F).amax() >= 0x7C)
+    if data.dtype in (torch.float8_e4m3fnuz, torch.float8_e5m2fnuz):
+        return bool((codes == 0x80).any())
+    return not bool(data.float().isfinite().all())
+
+
+def dequantize_block(data: torch.Tensor, scale: torch.Tensor, block: tuple[int, int] = (128, 128)) -> torch.Tensor:
+    """The float32 values of a block-scaled FP8 matrix.
+
+    Args:
+        data: FP8 codes [n, k].
+        scale: multipliers [ceil(n / bm), ceil(k / bn)], any float dtype; upcast to float32 first.
+        block: (bm, bn). Ragged last blocks follow it; it is never inferred from the shapes.
+
+    Returns: float32 [n, k], each value the product of code and scale, rounded once.
+    """
+    bm, bn = block
+    n, k = data.shape
+    assert scale.shape == (-(-n // bm), -(-k // bn)), (tuple(data.shape), tuple(scale.shape), block)
+    scale = scale.float()
+    if data.numel() == 0:
+        return torch.empty(n, k, dtype=torch.float32, device=data.device)
+    rows = scale if bm == 1 else scale[torch.arange(n, device=data.device) // bm]  # [n, ceil(k / bn)]
+    if data.device.type != "cpu" or not _reads_as_half(data):
+        out = data.float()
+        _scale_rows(out, rows, bn)
+        return out
+    # torch casts E4M3 to float32 at about 0.15-0.25 G elements/s on a CPU; through float16's bits it is 4 times that
+    shift = 128 if data.dtype == torch.float8_e4m3fn else 256
+    if data.dtype == torch.float8_e4m3fn:
+        rows = rows * _E4M3_AS_HALF
+    codes = data.view(torch.int8)
+    out = torch.empty(n, k, dtype=torch.float32)
+    scratch = torch.empty(min(n, _BAND_ROWS), k, dtype=torch.int16)
+    for start in range(0, n, _BAND_ROWS):
+        stop = min(n, start + _BAND_ROWS)
+        bits = scratch[: stop - start]
+        # sign extension leaves a copy of the sign in bit 14, where E4M3's exponent ends: clear it
+        bits.copy_(codes[start:stop]).mul_(shift)
+        if shift == 128:
+            bits.bitwise_and_(-16385)
+        band = out[start:stop].copy_(bits.view(torch.float16))
+        _scale_rows(band, rows[start:stop], bn)
+    return out
+
+
+def _reads_as_half(data: torch.Tensor) -> bool:
+    """Whether the codes' bits, moved up, are a float16 of the same value (up to a power of two)."""
+    if data.dtype == torch.float8_e5m2:
+        return True
+    return data.dtype == torch.float8_e4m3fn and not has_nan_codes(data)
+
+
+def _scale_rows(values: torch.Tensor, rows: torch.Tensor, bn: int) -> None:
+    """Multiply values [m, k] in place by rows [m, ceil(k / bn)], each for bn columns."""
+    k = values.shape[1]
+    whole = k // bn * bn
+    if whole:
+        values[:, :whole].unflatten(1, (-1, bn)).mul_(rows[:, : k // bn, None])
+    if whole < k:
+        values[:, whole:].mul_(rows[:, -1:])
+
+
+def quantize_block(
+    weight: torch.Tensor, block: tuple[int, int] = (128, 128), dtype: torch.dtype = torch.float8_e4m3fn
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Block-scaled FP8 codes of a matrix.
+
+    Args:
+        weight: [n, k], any float dtype; worked on in float32. Must be finite.
+        block: (bm, bn). Ragged last blocks are zero-padded for the amax and cut off again.
+
+    Returns: codes [n, k] of `dtype`, and float32 scales [ceil(n / bm), ceil(k / bn)]: amax of the block divided
+    by the dtype's largest value (448 for E4M3), or 1.0 where that is zero, so that a scale is always positive.
+    """
+    bm, bn = block
+    n, k = weight.shape
+    top = torch.finfo(dtype).max
+    nb, kb = -(-n // bm), -(-k // bn)
+    values = weight.float()
+    if n % bm or k % bn:
+        values = torch.nn.functional.pad(values, (0, kb * bn - k, 0, nb * bm - n))
+    tiles = values.reshape(nb, bm, kb, bn)
+    scale = tiles.abs().amax(dim=(1, 3)).div_(top)
+    scale.masked_fill_(scale == 0, 1.0)
+    # the clamp matters only where the division that made the scale was subnormal
+    codes = (tiles / scale[:, None, :, None]).clamp_(-top, top).reshape(nb * bm, kb * bn)
+    return codes[:n, :k].to(dtype).contiguous(), scale
+
+
+def _groups(x: torch.Tensor, group: int) -> torch.Tensor:
+    """x [.., k] as float32 [.., ceil(k / g), g], zero-padded only where k is not a multiple of g."""
+    x = x.float()
+    k = x.shape[-1]
+    if k <= group:
+        return x.unsqueeze(-2)
+    if k % group:
+        x = torch.nn.functional.pad(x, (0, group - k % group))
+    return x.reshape(*x.shape[:-1], -1, group)
+
+
+def _activation_scale(groups: torch.Tensor) -> torch.Tensor:
+    return groups.abs().amax(-1, keepdim=True).clamp_min_(ACTIVATION_AMAX_FLOOR).div_(448.0)
+
+
+def quantize_activation(x: torch.Tensor, group: int = 128) -> tuple[torch.Tensor, torch.Tensor]:
+    """Dynamic E4M3 quantisation, per token and group of `group` columns, never over the batch.
+
+    Args: x [.., k], any float dtype, k at least 1.
+    Returns: codes [.., k] float8_e4m3fn, and float32 scales [.., ceil(k / g)] = max(amax, 1e-6) / 448.
+    """
+    groups = _groups(x, group)
+    scale = _activation_scale(groups)
+    codes = (groups / scale).flatten(-2)[..., : x.shape[-1]]
+    return codes.to(torch.float8_e4m3fn), scale.squeeze(-1)
+
+
+def round_activation(x: torch.Tensor, group: int = 128) -> torch.Tensor:
+    """What `quantize_activation` keeps of x: codes times scale, float32 [.., k].
+
+    A row's result depends on that row alone, bit for bit, however many rows are beside it (only the sign of a
+    value rounded to zero may differ between small and large inputs).
+    """
+    groups = _groups(x, group)
+    scale = _activation_scale(groups)
+    scaled = groups / scale
+    if x.numel() <= _CAST_IS_CHEAPER or x.is_cuda:
+        rounded = scaled.to(torch.float8_e4m3fn).float().mul_(scale)
+    else:
+        # adding 1.5 * 2**(e + 20) leaves a value of exponent e its 3 mantissa bits, rounded to nearest even;
+        # below 2**-6, where E4M3 is subnormal, the spacing stays 2**-9
+        magic = scaled.view(torch.int32).bitwise_and(0x7F800000).view(torch.float32)
+        magic.clamp_min_(2.0**-6).mul_(1.5 * 2**20)
+        rounded = scaled.add_(magic).sub_(magic).mul_(scale)
+    rounded = rounded.flatten(-2)
+    return rounded if rounded.shape[-1] == x.shape[-1] else rounded[..., : x.shape[-1]]

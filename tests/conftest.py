@@ -5,7 +5,7 @@ Knows nothing of what is tested; a fixture that only one room needs lives in tha
 
 import os
 
-# before torch is loaded: workers run side by side, and more threads than cores only make them wait for each other
+# before torch is loaded: workers run side by side, and threads beyond the cores only wait for each other
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # child processes (notebook kernels, the CLI) must not ask a hub either
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -31,7 +31,7 @@ MARKERS = {
     "serial": "measures time or wants the machine's ports: shares one worker with the browser tests",
 }
 
-# the same call gives the same result: examples are drawn from a fixed seed, and a loaded machine is no failure
+# the same call gives the same result: examples come from a fixed seed, and a loaded machine is no failure
 hypothesis.settings.register_profile("mtplab", deadline=None, derandomize=True, database=None)
 hypothesis.settings.load_profile("mtplab")
 
@@ -113,7 +113,7 @@ def repo() -> Path:
 
 def _checkpoint(folder: Path) -> Path:
     if not (folder / "config.json").is_file():
-        pytest.fail(f"{folder.relative_to(REPO)}/config.json is missing; it is part of the repository (data/README.md)")
+        pytest.fail(f"{folder.relative_to(REPO)}/config.json is missing; data/README.md says how it is made")
     return folder
 
 

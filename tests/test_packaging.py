@@ -104,7 +104,7 @@ def third_party_imports(path: Path) -> set[str]:
 
 
 @pytest.mark.parametrize(
-    ("folder", "extras"), [("mtplab", ()), ("kernels", ()), ("data/recipe", ("dev",)), ("tests", ("dev",))]
+    ("folder", "extras"), [("mtplab", ("frames",)), ("kernels", ()), ("data/recipe", ("dev",)), ("tests", ("dev",))]
 )
 def test_every_import_is_a_declared_dependency(folder, extras):
     files = [

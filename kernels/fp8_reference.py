@@ -28,7 +28,8 @@ ACTIVATION_AMAX_FLOOR = 1e-6
 # rows handled at a time, so that the 16-bit scratch and the output rows stay in cache
 _BAND_ROWS = 128
 
-# an E4M3 (E5M2) code moved into a float16's bits reads as value * 2**-8 (value); the factor is undone in the scale
+# an E4M3 (E5M2) code moved into a float16's bits reads as value * 2**-8 (value); the factor is undone in the
+# scale
 _E4M3_AS_HALF = 256.0
 
 # below this many elements three casts cost less than the eight small operators of the exact float32 rounding
@@ -49,7 +50,9 @@ def has_nan_codes(data: torch.Tensor) -> bool:
     return not bool(data.float().isfinite().all())
 
 
-def dequantize_block(data: torch.Tensor, scale: torch.Tensor, block: tuple[int, int] = (128, 128)) -> torch.Tensor:
+def dequantize_block(
+    data: torch.Tensor, scale: torch.Tensor, block: tuple[int, int] = (128, 128)
+) -> torch.Tensor:
     """The float32 values of a block-scaled FP8 matrix.
 
     Args:
@@ -70,7 +73,8 @@ def dequantize_block(data: torch.Tensor, scale: torch.Tensor, block: tuple[int, 
         out = data.float()
         _scale_rows(out, rows, bn)
         return out
-    # torch casts E4M3 to float32 at about 0.15-0.25 G elements/s on a CPU; through float16's bits it is 4 times that
+    # torch casts E4M3 to float32 at about 0.15-0.25 G elements/s on a CPU; through float16's bits it is 4
+    # times that
     shift = 128 if data.dtype == torch.float8_e4m3fn else 256
     if data.dtype == torch.float8_e4m3fn:
         rows = rows * _E4M3_AS_HALF
@@ -115,8 +119,9 @@ def quantize_block(
         weight: [n, k], any float dtype; worked on in float32. Must be finite.
         block: (bm, bn). Ragged last blocks are zero-padded for the amax and cut off again.
 
-    Returns: codes [n, k] of `dtype`, and float32 scales [ceil(n / bm), ceil(k / bn)]: amax of the block divided
-    by the dtype's largest value (448 for E4M3), or 1.0 where that is zero, so that a scale is always positive.
+    Returns: codes [n, k] of `dtype`, and float32 scales [ceil(n / bm), ceil(k / bn)]: amax of the block
+    divided by the dtype's largest value (448 for E4M3), or 1.0 where that is zero, so that a scale is always
+    positive.
     """
     bm, bn = block
     n, k = weight.shape

@@ -1,0 +1,182 @@
+"""The checkpoint as one object: open, look, plan, read.
+
+Ties this room's modules together and knows nothing they know. Opening and planning read headers only and
+import no torch; reading a value does.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+from mtplab.checkpoint.config_json import find_quantization, read_config
+from mtplab.checkpoint.formats import QuantizationConfig, parse
+from mtplab.checkpoint.header import TensorInfo
+from mtplab.checkpoint.index import Files, find_files
+from mtplab.checkpoint.names import nearest
+from mtplab.checkpoint.pairing import Pairing, Problem
+from mtplab.checkpoint.plan import Plan, make_plan
+from mtplab.checkpoint.strict_json import shown
+from mtplab.errors import CheckpointError, ConfigError
+
+if TYPE_CHECKING:
+    import torch
+
+    from mtplab.checkpoint.values import ScaledWeight
+
+__all__ = ["Checkpoint", "open_checkpoint"]
+
+
+def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
+    """Open a checkpoint: a folder, or a single .safetensors file beside a config.json. Reads headers only.
+
+    Raises CheckpointError, naming file and tensor, for files that are missing, truncated or no safetensors,
+    headers, indexes and configs that contradict themselves, and quantisation methods that are not read.
+    """
+    try:
+        where = Path(path)
+    except TypeError:
+        raise ConfigError(f"path={shown(path)}: expected the path of a checkpoint.") from None
+    if "\0" in str(where):
+        raise ConfigError(f"path={shown(where)}: expected the path of a checkpoint.")
+    files = find_files(where)
+    config = read_config(files.folder, required=where.is_dir())
+    return Checkpoint(where, files, config)
+
+
+class Checkpoint:
+    """An opened checkpoint. Made by `open_checkpoint`; holds no file open."""
+
+    def __init__(self, path: Path, files: Files, config: dict[str, Any]) -> None:
+        self.path = path
+        self.config = config
+        self.files = files
+        self.tensors: Mapping[str, TensorInfo] = MappingProxyType(files.tensors)
+        found = find_quantization(config, files.folder)
+        fmt, self.quantization = (None, None) if found is None else parse(found, files.folder)
+        self._pairing = Pairing(files.tensors, fmt, self.quantization)
+
+    quantization: QuantizationConfig | None
+
+    def __repr__(self) -> str:
+        method = self.quantization.method if self.quantization is not None else "not quantised"
+        return (
+            f"<Checkpoint {self.path}: {len(self.tensors)} tensors, {len(self.files.shards)} files, {method}>"
+        )
+
+    @cached_property
+    def problems(self) -> tuple[Problem, ...]:
+        """What the headers show to be wrong: errors make a tensor unusable, warnings do not."""
+        found = list(self._pairing.problems())
+        if self.files.unindexed:
+            names = list(self.files.unindexed)
+            first = self.files.unindexed[names[0]]
+            found.append(
+                Problem(
+                    "warning", "unindexed", names[0],
+                    f"{self.files.index}: {len(names)} tensors are on disk but not in the index "
+                    f"({shown(names[0])} in {first.file.name} first): whatever follows the index never "
+                    "reads them. "
+                    "Rebuild the index.",
+                )
+            )  # fmt: skip
+        return tuple(found)
+
+    def info(self, name: str) -> TensorInfo:
+        """The entry of a tensor, by its name or its module's (`mtp.fc` for `mtp.fc.weight`).
+
+        Raises CheckpointError naming the nearest names where there is none.
+        """
+        info = self.tensors.get(name)
+        if info is None:
+            info = self.tensors.get(f"{name}.weight")
+        if info is not None:
+            return info
+        hidden = self.files.unindexed.get(name) or self.files.unindexed.get(f"{name}.weight")
+        if hidden is not None:
+            raise CheckpointError(
+                f"{self.path}: tensor {shown(name)} is on disk in {hidden.file.name}, but not in "
+                f"{self.files.index}, "
+                "which decides. Rebuild the index."
+            )
+        near = ", ".join(map(shown, nearest(str(name), self.tensors)))
+        raise CheckpointError(
+            f"{self.path}: expected a tensor {shown(name)}, found none among {len(self.tensors)}."
+            + (f" Nearest: {near}." if near else "")
+        )
+
+    def read(self, name: str) -> torch.Tensor:
+        """The tensor as it is stored, in memory of its own: FP8 stays codes, without their scale.
+
+        Raises CheckpointError where there is no such tensor, or its file changed since it was opened.
+        """
+        from mtplab.checkpoint.values import read_tensor
+
+        return read_tensor(self.info(name))
+
+    def scaled(self, name: str) -> ScaledWeight:
+        """FP8 codes [n, k], float32 scales [ceil(n/bm), ceil(k/bn)] and the block (bm, bn) of a weight.
+
+        Raises CheckpointError where the weight is not FP8, has no scale, has one that does not fit or is not
+        finite and positive, or holds NaN codes.
+        """
+        from mtplab.checkpoint.values import checked_values
+
+        info = self.info(name)
+        if not self._pairing.is_quantised(info):
+            raise CheckpointError(
+                f"{info.file}: tensor {shown(info.name)} is {info.dtype}, expected FP8 codes with a scale. "
+                "Use dequantize or read."
+            )
+        return checked_values(info, *self._pairing.checked(info))
+
+    def dequantize(self, name: str) -> torch.Tensor:
+        """The tensor's values as float32: code times scale for FP8 weights, a cast for everything else.
+
+        Raises CheckpointError as `scaled` and `read` do; raw codes are never taken for values.
+        """
+        info = self.info(name)
+        if self._pairing.is_quantised(info):
+            return self.scaled(info.name).dequantize()
+        return self.read(info.name).float()
+
+    def plan(
+        self,
+        exclude: str | Sequence[str] | None = None,
+        draft_exclude: str | Sequence[str] | None = None,
+        model_format: str | None = None,
+    ) -> Plan:
+        """What becomes of every module, and the rule that decided. Reads no values.
+
+        Args:
+            exclude: None, "published" (as the checkpoint was published; for a BF16 one quantised as it is
+            loaded,
+                what Qwen's releases leave out), "none", or a list of module names and globs over names as on
+                disk, in which "published" may stand too. Either root matches: `model.layers.*` or
+                `model.language_model.layers.*`.
+            draft_exclude: the same for the draft head; None means the same as `exclude`.
+            model_format: None, or "fp8" to quantise the linear weights of a BF16 checkpoint in 128x128
+            blocks as
+                they are loaded. On an FP8 checkpoint it changes nothing, and the rule says so.
+
+        Raises CheckpointError where headers show a weight to be unusable, ConfigError for a pattern that
+        covers no module.
+        """
+        errors = [problem for problem in self.problems if problem.severity == "error"]
+        if errors:
+            more = f" ({len(errors) - 1} tensors more are wrong.)" if len(errors) > 1 else ""
+            raise CheckpointError(errors[0].message + more)
+        return make_plan(
+            self.tensors,
+            self.config,
+            self._pairing,
+            self.quantization,
+            exclude=exclude,
+            draft_exclude=draft_exclude,
+            model_format=model_format,
+            warnings=tuple(problem.message for problem in self.problems),
+        )

@@ -1,0 +1,74 @@
+"""config.json, and where a checkpoint keeps its quantisation config.
+
+Knows nothing of what a quantisation config means (`formats/`) nor of tensors.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from mtplab.checkpoint.strict_json import read_json_object, shown
+from mtplab.errors import CheckpointError
+
+__all__ = ["Found", "find_quantization", "read_config", "text_config"]
+
+# in the order in which vLLM looks; `compression_config` is what old compressed-tensors files have
+_PLACES: tuple[tuple[str, ...], ...] = (
+    ("quantization_config",),
+    ("text_config", "quantization_config"),
+    ("llm_config", "quantization_config"),
+    ("compression_config",),
+)
+_TEXT_KEYS = ("text_config", "llm_config", "language_config")
+SEPARATE_FILE = "hf_quant_config.json"  # ModelOpt
+
+
+class Found(NamedTuple):
+    """A quantisation config as it stands, and where it was found."""
+
+    content: dict[str, Any]
+    where: str
+
+
+def read_config(folder: Path, required: bool) -> dict[str, Any]:
+    """config.json of the folder; {} where there is none and none is required (a single file).
+
+    Raises CheckpointError for one that is missing, unreadable or no JSON object.
+    """
+    path = folder / "config.json"
+    if not required and not path.exists() and not path.is_symlink():
+        return {}
+    return read_json_object(path, "config.json")
+
+
+def text_config(config: dict[str, Any]) -> dict[str, Any]:
+    """What config.json says of the text model: `text_config` of a multimodal one, else all of it."""
+    for key in _TEXT_KEYS:
+        if isinstance(config.get(key), dict):
+            return config[key]
+    return config
+
+
+def find_quantization(config: dict[str, Any], folder: Path) -> Found | None:
+    """The first quantisation config of config.json or hf_quant_config.json, or None.
+
+    Raises CheckpointError where one is there but is no JSON object.
+    """
+    for place in _PLACES:
+        value: Any = config
+        for key in place:
+            value = value.get(key) if isinstance(value, dict) else None
+        if value is None:
+            continue
+        where = "config.json: " + ".".join(place)
+        if not isinstance(value, dict):
+            raise CheckpointError(
+                f"{folder / 'config.json'}: expected {'.'.join(place)} to be an object, found {shown(value)}."
+            )
+        return Found(value, where)
+    path = folder / SEPARATE_FILE
+    if path.exists():
+        content = read_json_object(path, "a ModelOpt quantisation config")
+        return Found({"quant_method": "modelopt", **content}, SEPARATE_FILE)
+    return None

@@ -1,0 +1,183 @@
+"""Which modules are kept out of FP8: the list a checkpoint was published with, and the user's own patterns.
+
+Names and patterns are compared with both roots made alike (`model.layers` / `model.language_model.layers`).
+Knows nothing of dtypes; what an exclusion does to a module is decided in `plan.py`.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+import time
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
+from typing import Any
+
+from mtplab.checkpoint.names import nearest, normalised
+from mtplab.checkpoint.strict_json import shown
+from mtplab.errors import CheckpointError, ConfigError
+
+__all__ = ["PRESETS", "QWEN_PUBLISHED", "ListedModules", "UserPatterns", "parse_exclude"]
+
+PRESETS = ("published", "none")
+
+# what Qwen's block-FP8 releases keep in BF16 (Qwen3.5-27B-FP8, Qwen3-Next-80B-A3B-FP8:
+# modules_to_not_convert),
+# as globs over normalised names; the default when a BF16 checkpoint is quantised as it is loaded
+QWEN_PUBLISHED: tuple[str, ...] = (
+    "lm_head",
+    "*embed_tokens",
+    "*norm",
+    "*.linear_attn.conv1d",
+    "*.linear_attn.in_proj_a",
+    "*.linear_attn.in_proj_b",
+    "*.linear_attn.in_proj_ba",
+    "*.mlp.gate",
+    "*.mlp.shared_expert_gate",
+    "mtp.fc",
+    "*visual.*",
+)
+
+PATTERN_SECONDS = 0.5  # for one pattern of a checkpoint over all its modules
+_MAX_PATTERN = 2000
+_LITERAL = re.compile(r"[\w.\-/]*", re.ASCII)
+
+
+class ListedModules:
+    """A published exclusion list, asked module by module.
+
+    An entry counts for a module it names in full, for what lies below it (`mtp`: `mtp.fc`), and as the end of
+    its name at a dot (`in_proj_a`), which together is what the writers of HF `fp8` files mean by it; with
+    other characters it is a regular expression from the start of the name to a dot or its end, as
+    transformers reads it.
+    """
+
+    def __init__(self, entries: Iterable[str], where: str) -> None:
+        self._where = where
+        self._literal: dict[str, str] = {}
+        self._patterns: list[str] = []
+        for entry in entries:
+            if _LITERAL.fullmatch(entry):
+                self._literal.setdefault(normalised(entry).rstrip("."), entry)
+            else:
+                self._patterns.append(entry)
+        self._literal.pop("", None)
+        self._spent = dict.fromkeys(self._patterns, 0.0)
+        self.matched: set[str] = set()
+
+    def entry_for(self, module: str) -> str | None:
+        """The entry that covers the module, or None.
+
+        Raises CheckpointError for a pattern that is no regular expression or takes longer than
+        PATTERN_SECONDS.
+        """
+        name = normalised(module)
+        entry = self._literal.get(name)
+        if entry is None:
+            parts = name.split(".")
+            above = (".".join(parts[:i]) for i in range(len(parts) - 1, 0, -1))
+            ends = (".".join(parts[i:]) for i in range(1, len(parts)))
+            entry = next((self._literal[key] for key in (*ends, *above) if key in self._literal), None)
+        if entry is None:
+            entry = next((item for item in self._patterns if self._matches(item, module, name)), None)
+        if entry is not None:
+            self.matched.add(entry)
+        return entry
+
+    def _matches(self, pattern: str, module: str, name: str) -> bool:
+        import regex  # the standard library's re has no time limit
+
+        left = PATTERN_SECONDS - self._spent[pattern]
+        begun = time.monotonic()
+        try:
+            compiled = _compiled(pattern)
+            return any(compiled.match(text, timeout=max(left, 1e-3)) for text in {module, name})
+        except TimeoutError:
+            raise CheckpointError(
+                f"{self._where}: the exclusion {shown(pattern)} takes more than {PATTERN_SECONDS} s to "
+                "match: "
+                "expected module names or simple patterns. Rewrite the entry."
+            ) from None
+        except (regex.error, RecursionError, OverflowError, ValueError) as error:
+            raise CheckpointError(
+                f"{self._where}: the exclusion {shown(pattern)} is neither a module name nor a regular "
+                "expression: "
+                f"{str(error)[:120]}. Rewrite the entry."
+            ) from None
+        finally:
+            self._spent[pattern] += time.monotonic() - begun
+
+
+@lru_cache(maxsize=1024)
+def _compiled(pattern: str) -> Any:
+    import regex
+
+    if len(pattern) > _MAX_PATTERN:
+        raise ValueError(f"{len(pattern)} characters long, at most {_MAX_PATTERN} are tried")
+    body = pattern.removeprefix("re:")
+    if not any(char in body for char in "\\^$()[]{}|+?") and "*" in body and ".*" not in body:
+        return regex.compile(fnmatch.translate(body))  # a plain glob, as some hand-written lists have
+    return regex.compile(rf"(?:{body})(?:\.|$)")
+
+
+def parse_exclude(exclude: str | Sequence[str] | None, option: str = "exclude") -> tuple[str, ...] | None:
+    """The user's exclusion setting as a tuple of globs and presets; None means "as published".
+
+    Raises ConfigError for anything but None, a string or a sequence of strings.
+    """
+    if exclude is None:
+        return None
+    items = (exclude,) if isinstance(exclude, str) else exclude
+    if not isinstance(items, Sequence | set | frozenset) or not all(
+        isinstance(item, str) and item for item in items
+    ):
+        raise ConfigError(
+            f"{option}={shown(exclude)}: expected None, 'published', 'none', or a list of module names and "
+            "globs."
+        )
+    found = tuple(dict.fromkeys(items))
+    if "none" in found and len(found) > 1:
+        raise ConfigError(f"{option}={list(found)}: 'none' stands alone; leave it out to exclude the others.")
+    return found
+
+
+class UserPatterns:
+    """The user's exclusions for one part of the model, asked module by module."""
+
+    def __init__(self, items: tuple[str, ...] | None, published: tuple[str, ...]) -> None:
+        self.as_published = items is None or "published" in items
+        own = () if items is None else tuple(item for item in items if item not in PRESETS)
+        self._own = [(item, *_glob(item)) for item in own]
+        self._published = [(item, *_glob(item)) for item in published] if self.as_published else []
+
+    def own_pattern(self, module: str) -> str | None:
+        """The user's own pattern that covers the module, or None."""
+        return _first(self._own, module)
+
+    def published_pattern(self, module: str) -> str | None:
+        """The pattern of the "published" preset that covers the module, or None where it is not asked for."""
+        return _first(self._published, module)
+
+    def check(self, modules: Sequence[str], option: str) -> None:
+        """Raises ConfigError for a pattern of the user's that covers none of `modules`."""
+        for item, raw, plain in self._own:
+            if not any(_covers(raw, plain, module) for module in modules):
+                near = ", ".join(map(shown, nearest(item, modules)))
+                raise ConfigError(
+                    f"{option}: {shown(item)} matches no module of the checkpoint: expected names as they "
+                    "stand on "
+                    f"disk, globs, 'published' or 'none'. " + (f"Nearest: {near}." if near else "")
+                )
+
+
+def _glob(item: str) -> tuple[re.Pattern[str], re.Pattern[str]]:
+    item = item.removesuffix(".weight")
+    return re.compile(fnmatch.translate(item)), re.compile(fnmatch.translate(normalised(item)))
+
+
+def _covers(raw: re.Pattern[str], plain: re.Pattern[str], module: str) -> bool:
+    return bool(raw.match(module) or plain.match(normalised(module)))
+
+
+def _first(patterns: Sequence[tuple[str, re.Pattern[str], re.Pattern[str]]], module: str) -> str | None:
+    return next((item for item, raw, plain in patterns if _covers(raw, plain, module)), None)

@@ -1,0 +1,47 @@
+"""The quantised checkpoint formats mtplab reads: one file each, holding a `FORMAT` description.
+
+A new file in this folder is a new format; nothing else needs to name it. What is recognised but not read is
+listed in `known.py`, so that an error can say what was found.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from functools import cache
+
+from mtplab.checkpoint.config_json import Found
+from mtplab.checkpoint.formats.base import Format, QuantizationConfig
+from mtplab.checkpoint.formats.known import KNOWN_METHODS
+from mtplab.checkpoint.strict_json import shown
+from mtplab.errors import CheckpointError
+
+__all__ = ["Format", "QuantizationConfig", "formats", "parse"]
+
+
+@cache
+def formats() -> tuple[Format, ...]:
+    """Every format description in this folder."""
+    modules = sorted(item.name for item in pkgutil.iter_modules(__path__))
+    found = (getattr(importlib.import_module(f"{__name__}.{name}"), "FORMAT", None) for name in modules)
+    return tuple(item for item in found if item is not None)
+
+
+def parse(found: Found, folder: object) -> tuple[Format, QuantizationConfig]:
+    """The format and the parsed config of what stands in the checkpoint.
+
+    Raises CheckpointError naming the method found and those that are read.
+    """
+    method = found.content.get("quant_method")
+    where = f"{folder}: {found.where}"
+    for item in formats():
+        if method in item.methods:
+            return item, item.parse(found.content, where)
+    read = ", ".join(repr(name) for item in formats() for name in item.methods)
+    what = KNOWN_METHODS.get(method) if isinstance(method, str) else None
+    known = f", {what}" if what else ""
+    raise CheckpointError(
+        f"{where}: quant_method {shown(method)}{known}: expected {read}, or no quantization_config for a "
+        "plain "
+        "BF16, F16 or F32 checkpoint. Convert the checkpoint, or take its BF16 or block-FP8 release."
+    )

@@ -1,0 +1,232 @@
+"""What becomes of every module: its weight's dtype, whether its activations are rounded, and which rule
+decided.
+
+Decides from headers, names and settings; knows nothing of values, layers or devices.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from mtplab.checkpoint.exclusions import QWEN_PUBLISHED, ListedModules, UserPatterns, parse_exclude
+from mtplab.checkpoint.formats import QuantizationConfig
+from mtplab.checkpoint.header import TensorInfo
+from mtplab.checkpoint.names import draft_prefixes, kind_of, module_of, part_of
+from mtplab.checkpoint.pairing import Pairing
+from mtplab.errors import ConfigError
+
+__all__ = ["LOAD_BLOCK", "MODEL_FORMATS", "ModulePlan", "Plan", "make_plan"]
+
+MODEL_FORMATS = (None, "fp8")
+LOAD_BLOCK = (128, 128)  # of weights that are quantised as they are loaded
+_PLAIN = {"BF16": "bf16", "F16": "f16", "F32": "f32"}
+_PART_ORDER = {"embedding": 0, "target": 1, "head": 2, "draft": 3}
+
+
+@dataclass(frozen=True, slots=True)
+class ModulePlan:
+    """One module: `weight` and `activation` are what a run uses, `stored` and `nbytes` what is on disk."""
+
+    name: str  # as it stands on disk, without ".weight"
+    part: str  # "target", "draft", "embedding", "head"
+    kind: str  # "linear", "norm", "conv", "embedding", "other"
+    stored: str  # storage dtype of the weight, as safetensors spells it
+    weight: str  # "fp8", "bf16", "f16", "f32"; any other storage dtype in lower case
+    activation: str  # "fp8": rounded per token and group; "none"
+    rule: str  # one sentence: what decided
+    shape: tuple[int, ...]
+    nbytes: int  # as stored, scale and bias included
+    scale: TensorInfo | None = None
+    block: tuple[int, int] | None = None  # (bm, bn) where weight is "fp8"
+
+    @property
+    def loaded_nbytes(self) -> int:
+        """Bytes with `weight` as planned: codes plus float32 scales where it is quantised at load."""
+        if self.weight != "fp8" or self.block is None or self.scale is not None:
+            return self.nbytes
+        (n, k), (bm, bn) = self.shape, self.block
+        return n * k + 4 * -(-n // bm) * -(-k // bn)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The modules of a checkpoint in reading order: embedding, target, head, draft."""
+
+    modules: tuple[ModulePlan, ...]
+    model_format: str | None = None
+    warnings: tuple[str, ...] = ()
+
+    @cached_property
+    def by_name(self) -> dict[str, ModulePlan]:
+        return {module.name: module for module in self.modules}
+
+    def nbytes(self, part: str | None = None) -> int:
+        """Bytes as stored, of one part ("target", "draft", "embedding", "head") or of all."""
+        return sum(module.nbytes for module in self._of(part))
+
+    def loaded_nbytes(self, part: str | None = None) -> int:
+        """Bytes with every weight in the dtype the plan gives it, of one part or of all."""
+        return sum(module.loaded_nbytes for module in self._of(part))
+
+    def _of(self, part: str | None) -> Iterable[ModulePlan]:
+        if part is not None and part not in _PART_ORDER:
+            raise ConfigError(f"part={part!r}: expected one of {', '.join(_PART_ORDER)}, or None for all.")
+        return (module for module in self.modules if part in (None, module.part))
+
+    def __str__(self) -> str:
+        from mtplab.checkpoint.plan_table import as_text
+
+        return as_text(self)
+
+    def _repr_html_(self) -> str:
+        from mtplab.checkpoint.plan_table import as_html
+
+        return as_html(self)
+
+
+def make_plan(
+    tensors: Mapping[str, TensorInfo],
+    config: dict[str, Any],
+    pairing: Pairing,
+    quantization: QuantizationConfig | None,
+    *,
+    exclude: str | Sequence[str] | None = None,
+    draft_exclude: str | Sequence[str] | None = None,
+    model_format: str | None = None,
+    warnings: tuple[str, ...] = (),
+) -> Plan:
+    """Decide every module. Settings as in `Checkpoint.plan`; pairs of weight and scale are taken as checked.
+
+    Raises ConfigError for an unknown setting or a pattern that covers no module, CheckpointError for a
+    pattern of the checkpoint's own list that cannot be run.
+    """
+    if model_format not in MODEL_FORMATS:
+        raise ConfigError(f"model_format={model_format!r}: expected None (as stored) or 'fp8'.")
+    wanted = parse_exclude(exclude)
+    wanted_draft = wanted if draft_exclude is None else parse_exclude(draft_exclude, "draft_exclude")
+    grouped = _group(tensors, pairing)
+    published = QWEN_PUBLISHED if quantization is None else ()
+    target, draft = UserPatterns(wanted, published), UserPatterns(wanted_draft, published)
+    target.check(list(grouped), "exclude")
+    if draft_exclude is not None:
+        draft.check(list(grouped), "draft_exclude")
+    decide = _Decision(pairing, quantization, model_format)
+    drafts = draft_prefixes(config)
+    modules = []
+    for name, members in grouped.items():
+        part = part_of(name, drafts)
+        modules.append(decide(name, part, members, draft if part == "draft" else target))
+    modules.sort(key=lambda module: (_PART_ORDER[module.part], _natural(module.name)))
+    return Plan(tuple(modules), model_format, warnings)
+
+
+def _group(tensors: Mapping[str, TensorInfo], pairing: Pairing) -> dict[str, list[TensorInfo]]:
+    """Tensors by module, the weight first; scales are left out, their weights bring them."""
+    grouped: dict[str, list[TensorInfo]] = {}
+    for info in tensors.values():
+        if not pairing.is_scale(info.name):
+            members = grouped.setdefault(module_of(info.name), [])
+            members.insert(0 if info.name.endswith(".weight") else len(members), info)
+    return grouped
+
+
+def _natural(name: str) -> list[tuple[int, str]]:
+    """Sort key under which layer 2 stands before layer 10."""
+    return [
+        (int(piece), "") if piece.isdecimal() else (-1, piece) for piece in re.split(r"([0-9]{1,18})", name)
+    ]
+
+
+class _Decision:
+    def __init__(
+        self, pairing: Pairing, quantization: QuantizationConfig | None, model_format: str | None
+    ) -> None:
+        self._pairing = pairing
+        self._quantization = quantization
+        self._at_load = model_format == "fp8" and quantization is None
+        self._asked_in_vain = model_format == "fp8" and quantization is not None
+        listed = quantization.exclusions if quantization is not None else ()
+        self._listed = ListedModules(listed, quantization.where if quantization is not None else "")
+        self._key = quantization.exclusions_key if quantization is not None else ""
+
+    def __call__(self, name: str, part: str, members: list[TensorInfo], user: UserPatterns) -> ModulePlan:
+        info = members[0]
+        kind = kind_of(name, len(info.shape))
+        scale = self._pairing.scale_of(info.name)
+        nbytes = sum(member.nbytes for member in members) + (scale.nbytes if scale is not None else 0)
+        block: tuple[int, int] | None = None
+        if self._pairing.is_quantised(info):
+            assert self._quantization is not None
+            weight, block = "fp8", self._quantization.weight_block_size
+            activation, rule = self._stored_fp8(name, user)
+        else:
+            scale = None
+            weight, activation = _PLAIN.get(info.dtype, info.dtype.lower()), "none"
+            if self._at_load:
+                quantise, rule = self._loaded(name, kind, info, user)
+                if quantise:
+                    weight, activation, block = "fp8", "fp8", LOAD_BLOCK
+            else:
+                rule = self._stored_plain(name, kind, info)
+        return ModulePlan(
+            name, part, kind, info.dtype, weight, activation, rule, info.shape, nbytes, scale, block
+        )
+
+    def _stored_fp8(self, name: str, user: UserPatterns) -> tuple[str, str]:
+        assert self._quantization is not None
+        bm, bn = self._quantization.weight_block_size
+        own = user.own_pattern(name)
+        if own is not None:
+            return "none", (
+                f"excluded by {own!r}: its stored FP8 values stay, since what they lost cannot be brought "
+                "back; "
+                "only its activations are no longer rounded"
+            )
+        entry = self._listed.entry_for(name)
+        if entry is not None:
+            rule = (
+                f"stored as FP8 with a scale although {self._key} lists {entry!r}: "
+                "the tensors count, used as FP8"
+            )
+        else:
+            rule = f"stored as FP8 with a scale per {bm}x{bn} block and not excluded: used as FP8"
+        return "fp8", rule + (
+            "; model_format='fp8' changes nothing, it is FP8 already" if self._asked_in_vain else ""
+        )
+
+    def _stored_plain(self, name: str, kind: str, info: TensorInfo) -> str:
+        if self._quantization is None:
+            return f"stored as {info.dtype} in a checkpoint that is not quantised: used as stored"
+        entry = self._listed.entry_for(name)
+        junk = "; the scale beside it is ignored" if self._pairing.scale_of(info.name) is not None else ""
+        vain = (
+            "; model_format='fp8' does not quantise what an FP8 checkpoint left out"
+            if self._asked_in_vain
+            else ""
+        )
+        if entry is not None:
+            return f"{self._key} lists {entry!r}: kept in {info.dtype} as stored{junk}{vain}"
+        if kind == "linear":
+            return (
+                f"stored as {info.dtype} though {self._key} does not list it: the tensors count{junk}{vain}"
+            )
+        return f"stored as {info.dtype}: only linear weights are quantised{junk}"
+
+    def _loaded(self, name: str, kind: str, info: TensorInfo, user: UserPatterns) -> tuple[bool, str]:
+        if kind != "linear" or info.dtype not in _PLAIN:
+            return False, f"stored as {info.dtype}: only linear weights are quantised as they are loaded"
+        own = user.own_pattern(name)
+        if own is not None:
+            return False, f"excluded by {own!r}: kept in {info.dtype} as stored"
+        preset = user.published_pattern(name)
+        if preset is not None:
+            return False, f"excluded by {preset!r} of the published preset: kept in {info.dtype} as stored"
+        bm, bn = LOAD_BLOCK
+        return (
+            True,
+            f"model_format='fp8' and not excluded: quantised from {info.dtype} in {bm}x{bn} blocks at load",
+        )

@@ -1,0 +1,68 @@
+"""A plan as an aligned text table and as HTML. Knows nothing of how it was decided; every name is escaped."""
+
+from __future__ import annotations
+
+from html import escape
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from mtplab.checkpoint.plan import ModulePlan, Plan
+
+__all__ = ["as_html", "as_text"]
+
+MAX_ROWS = 400
+_COLUMNS = ("module", "part", "kind", "shape", "stored", "weight", "activation", "bytes", "rule")
+_RIGHT = {"bytes"}
+
+
+def _plain(text: str, limit: int = 200) -> str:
+    text = text if len(text) <= limit else text[: limit - 1] + "…"
+    return text if text.isprintable() else ascii(text)[1:-1]
+
+
+def _cells(module: ModulePlan) -> tuple[str, ...]:
+    shape = "x".join(map(str, module.shape)) or "scalar"
+    texts = (module.name, module.part, module.kind, shape, module.stored, module.weight, module.activation)
+    return (*map(_plain, texts), f"{module.nbytes:,}", _plain(module.rule, 400))
+
+
+def _summary(plan: Plan) -> str:
+    fp8 = [module for module in plan.modules if module.weight == "fp8"]
+    parts = ("embedding", "target", "head", "draft")
+    sizes = ", ".join(f"{part} {plan.nbytes(part):,}" for part in parts if plan.nbytes(part))
+    loaded = plan.loaded_nbytes()
+    became = f"; {loaded:,} as planned" if loaded != plan.nbytes() else ""
+    return f"{len(plan.modules)} modules, {len(fp8)} in FP8; {plan.nbytes():,} bytes stored ({sizes}){became}"
+
+
+def as_text(plan: Plan) -> str:
+    """One line per module (the first 400), columns aligned, and a line that sums up."""
+    rows = [_cells(module) for module in plan.modules[:MAX_ROWS]]
+    widths = [max(map(len, column)) for column in zip(_COLUMNS, *rows, strict=True)]
+    lines = []
+    for row in (_COLUMNS, *rows):
+        pairs = zip(_COLUMNS, row, widths, strict=True)
+        cells = (cell.rjust(width) if name in _RIGHT else cell.ljust(width) for name, cell, width in pairs)
+        lines.append("  ".join(cells).rstrip())
+    if len(plan.modules) > MAX_ROWS:
+        lines.append(f"... and {len(plan.modules) - MAX_ROWS} modules more")
+    lines.append(_summary(plan))
+    lines += [f"warning: {_plain(text, 600)}" for text in plan.warnings]
+    return "\n".join(lines)
+
+
+def as_html(plan: Plan) -> str:
+    """The same table as HTML, names escaped: they come from a file nobody vouches for."""
+    head = "".join(f"<th>{name}</th>" for name in _COLUMNS)
+    body = "".join(
+        "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in _cells(module)) + "</tr>"
+        for module in plan.modules[:MAX_ROWS]
+    )
+    more = len(plan.modules) - MAX_ROWS
+    notes = [_summary(plan), *([f"{more} modules more are not shown"] if more > 0 else [])]
+    notes += [f"warning: {_plain(text, 600)}" for text in plan.warnings]
+    return (
+        '<div class="mtplab-plan" style="max-height:32em;overflow:auto">'
+        f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
+        + "".join(f"<p>{escape(note)}</p>" for note in notes)
+    )

@@ -1,0 +1,99 @@
+"""Settings of a run, validated when made and never changed after.
+
+Knows nothing of torch, files or names on disk: a setting that can be wrong only in the light of a checkpoint (an
+exclusion that matches nothing) is checked where the checkpoint is.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+
+from mtplab.errors import ConfigError
+
+MAX_DEPTH = 16
+
+Exclude = str | tuple[str, ...] | None
+HiddenStage = Literal["post_norm", "pre_norm"]
+
+
+class _Frozen(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    @classmethod
+    def of(cls, **values: Any) -> Self:
+        """Like the constructor, but a fault is a ConfigError that names the setting, its value and what was expected."""
+        try:
+            return cls(**values)
+        except ValidationError as error:
+            lines = [
+                f"{'.'.join(map(str, e['loc'])) or cls.__name__} is {_short(e['input'])}: {_sentence(e['msg'])}"
+                for e in error.errors(include_url=False)
+            ]
+            raise ConfigError("; ".join(lines)) from None
+
+
+def _sentence(message: str) -> str:
+    return message.removeprefix("Value error, ")[:1].lower() + message.removeprefix("Value error, ")[1:]
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+class EngineConfig(_Frozen):
+    """How the target is loaded."""
+
+    device: str = "cpu"
+    dtype: str | None = None
+    exclude: Exclude = None
+    model_format: Literal["fp8"] | None = None
+    quant_policy: str = "none"
+    activation_rounding: bool = True
+    exact: bool = True
+
+    @field_validator("exclude", mode="before")
+    @classmethod
+    def _as_tuple(cls, value: Any) -> Any:
+        return tuple(value) if isinstance(value, (list, set, frozenset)) else value
+
+
+class SpecConfig(_Frozen):
+    """How the draft is loaded and used. What is not given follows the target (`from_target`)."""
+
+    exclude: Exclude = None
+    model_format: Literal["fp8"] | None = None
+    quant_policy: str = "none"
+    depth: int = Field(default=3, ge=0, le=MAX_DEPTH)
+    draft_sampling: Literal["greedy", "sampled"] = "greedy"
+    target_hidden: HiddenStage = "post_norm"
+    draft_hidden: HiddenStage = "post_norm"
+
+    _as_tuple = field_validator("exclude", mode="before")(EngineConfig._as_tuple.__func__)
+
+    @classmethod
+    def from_target(cls, engine: EngineConfig, **overrides: Any) -> SpecConfig:
+        """The draft's settings: the target's weight format, exclusions and cache policy, unless overridden.
+
+        An override of None means "as the target".
+        """
+        inherited = {key: getattr(engine, key) for key in ("exclude", "model_format", "quant_policy")}
+        return cls.of(**inherited | {key: value for key, value in overrides.items() if value is not None})
+
+
+class SamplingConfig(_Frozen):
+    """How tokens are chosen. temperature 0 is greedy; top_k 0 and top_p 1 cut nothing."""
+
+    temperature: float = Field(default=0.0, ge=0.0)
+    top_k: int = Field(default=0, ge=0)
+    top_p: float = Field(default=1.0, gt=0.0, le=1.0)
+    seed: int = Field(default=0, ge=0, lt=2**63)
+    max_new_tokens: int = Field(default=128, ge=1)
+    ignore_eos: bool = False
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the likeliest token is taken."""
+        return self.temperature == 0.0

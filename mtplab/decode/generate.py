@@ -1,0 +1,140 @@
+"""`generate`: the public way to run a model, plainly or with drafts.
+
+Checks and translates what the caller gave, splits prompts into batches and gathers the result; `runner.py` does the work.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+
+from mtplab.config import SamplingConfig, SpecConfig
+from mtplab.decode.runner import Run
+from mtplab.decode.state import memory_account
+from mtplab.decode.stats import Generation, Progress
+from mtplab.errors import ConfigError
+from mtplab.models import Model
+from mtplab.quant.policy import QuantPolicy, resolve_policy
+
+Prompts = str | Sequence[str] | Sequence[Sequence[int]]
+
+
+def generate(
+    model: Model,
+    prompts: Prompts,
+    depth: int = 3,
+    temperature: float = 0.0,
+    seed: int = 0,
+    max_new_tokens: int = 128,
+    *,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    quant_policy: str | int | QuantPolicy | None = None,
+    draft_quant_policy: str | int | QuantPolicy | None = None,
+    draft_sampling: str = "greedy",
+    target_hidden: str = "post_norm",
+    draft_hidden: str = "post_norm",
+    exact: bool | None = None,
+    ignore_eos: bool = False,
+    max_batch: int = 64,
+    on_round: Callable[[Progress], None] | None = None,
+    cancel: threading.Event | None = None,
+) -> Generation:
+    """Continue prompts with speculative decoding.
+
+    Args:
+        prompts: a string, strings, or lists of token ids; none empty.
+        depth: draft tokens per round, 0 (plain decoding) to 16.
+        temperature: 0 is greedy; above, the output's distribution is the target's after top_k and top_p.
+        seed: the same call gives the same tokens, however prompts are batched.
+        quant_policy: KV-cache policy of the target (the model's default if None); draft_quant_policy: of the draft
+            (the target's of this run if None, unless the model was loaded with one of its own).
+        draft_sampling: "greedy" drafts are the draft's likeliest tokens at any temperature, "sampled" ones are drawn.
+        target_hidden, draft_hidden: hidden states that the head reads and feeds back, "post_norm" or "pre_norm".
+        exact: arithmetic whose rows do not depend on each other (the model's setting if None).
+        max_batch: prompts decoded at once.
+        on_round: called after every batched round; cancel: an event that ends the run with Cancelled.
+
+    Returns a Generation. Raises ConfigError for settings and prompts that cannot be run.
+    """
+    policy = resolve_policy(quant_policy) if quant_policy is not None else model.policy("target")
+    if draft_quant_policy is not None:
+        draft_policy = resolve_policy(draft_quant_policy)
+    else:
+        own = model.policy("draft")
+        draft_policy = policy if own == model.policy("target") else own
+    spec = SpecConfig.from_target(
+        model.engine,
+        depth=depth,
+        draft_sampling=draft_sampling,
+        target_hidden=target_hidden,
+        draft_hidden=draft_hidden,
+        quant_policy=draft_policy.name,
+    )
+    sampling = SamplingConfig.of(
+        temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, max_new_tokens=max_new_tokens, ignore_eos=ignore_eos
+    )
+    if depth and model.draft is None:
+        raise ConfigError(
+            f"depth is {depth}, but {model.checkpoint.path} has no MTP head (mtp_num_hidden_layers is "
+            f"{model.config.mtp_layers}); use depth=0"
+        )
+    if max_batch < 1:
+        raise ConfigError(f"max_batch is {max_batch}; expected at least 1")
+    exact = model.engine.exact if exact is None else exact
+    ids = token_ids(model, prompts)
+
+    tokens, records, prefill_seconds = [], [], 0.0
+    began = time.perf_counter()
+    total, rounds_before = len(ids) * max_new_tokens, 0
+    with torch.inference_mode():
+        for first in range(0, len(ids), max_batch):
+            batch = ids[first : first + max_batch]
+            run = Run(model, batch, spec, sampling, policy, draft_policy, exact, first)
+            report = None
+            if on_round is not None:
+
+                def report(p: Progress, done: int = first * max_new_tokens, before: int = rounds_before) -> None:
+                    on_round(Progress(done + p.tokens_done, total, before + p.rounds))
+
+            prefill_seconds += run.go(report, cancel)
+            rounds_before += run.batched_rounds
+            tokens += run.tokens
+            records += run.records
+    return Generation(
+        tokens=tokens,
+        texts=[model.decode(t) if model.tokenizer is not None else "" for t in tokens],
+        rounds=records,
+        depth=depth,
+        seconds=time.perf_counter() - began,
+        prefill_seconds=prefill_seconds,
+        memory=memory_account(model, policy, draft_policy),
+        settings={"spec": spec.model_dump(), "sampling": sampling.model_dump(), "quant_policy": policy.name, "exact": exact},
+    )
+
+
+def token_ids(model: Model, prompts: Prompts) -> list[list[int]]:
+    """Prompts as lists of ids. Raises ConfigError naming the prompt that is empty, too long or out of the vocabulary."""
+    if isinstance(prompts, str):
+        prompts = [prompts]
+    if not isinstance(prompts, Sequence) or not prompts:
+        raise ConfigError(f"prompts is {prompts!r}; expected a string, or a non-empty list of strings or of lists of ids")
+    out = []
+    for i, prompt in enumerate(prompts):
+        if isinstance(prompt, str):
+            ids = model.encode(prompt)
+        else:
+            try:
+                ids = [int(t) for t in prompt]
+            except (TypeError, ValueError):
+                raise ConfigError(f"prompt {i} is {prompt!r:.60}; expected a string or a list of token ids") from None
+        if not ids:
+            raise ConfigError(f"prompt {i} is empty; expected at least one token")
+        wrong = next((t for t in ids if not 0 <= t < model.config.vocab_size), None)
+        if wrong is not None:
+            raise ConfigError(f"prompt {i} has token id {wrong}; expected 0 to {model.config.vocab_size - 1}")
+        out.append(ids)
+    return out

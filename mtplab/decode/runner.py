@@ -1,0 +1,265 @@
+"""Batched speculative decoding: prompts in, tokens and rounds out.
+
+A sequence has n tokens, the last of which the target has not read yet; its caches hold n−1. A round drafts k tokens,
+lets the target read the last token and the drafts in one pass, keeps what `accept` allows and rolls the rest back.
+The draft's slot t holds (hidden t, embedding of token t+1): after a round it re-reads the accepted slots with the
+target's hidden states, so that its cache never keeps what it imagined.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from mtplab.config import SamplingConfig, SpecConfig
+from mtplab.decode.accept import Verdict, accept_greedy, accept_sampled
+from mtplab.decode.random import Purpose, uniform
+from mtplab.decode.sampling import distribution, greedy, sample
+from mtplab.decode.state import RunState
+from mtplab.decode.stats import Progress, RoundRecord
+from mtplab.models import Model
+from mtplab.models.attend import KEY_BLOCK
+from mtplab.models.delta_rule import CHUNK
+from mtplab.models.layers import pad_rows
+from mtplab.models.passes import Pass, PassMaker
+from mtplab.quant.policy import QuantPolicy
+
+# prompts are read in segments of this many tokens, so that attention scores stay small
+SEGMENT = 8 * CHUNK
+
+
+class Cancelled(Exception):
+    """The run was cancelled through its event; nothing is wrong."""
+
+
+class Run:
+    """One batch from prompts to finished sequences. `prompts` are non-empty lists of ids, `first` the call's index of
+    the first of them, which names their random numbers and records."""
+
+    def __init__(
+        self,
+        model: Model,
+        prompts: list[list[int]],
+        spec: SpecConfig,
+        sampling: SamplingConfig,
+        policy: QuantPolicy,
+        draft_policy: QuantPolicy,
+        exact: bool,
+        first: int = 0,
+    ):
+        self.model, self.spec, self.sampling, self.exact = model, spec, sampling, exact
+        self.k = spec.depth
+        self.device = model.device
+        self.eos = frozenset() if sampling.ignore_eos else frozenset(model.config.eos_token_ids)
+        longest = max(map(len, prompts))
+        need = max(-(-longest // CHUNK) * CHUNK, longest + sampling.max_new_tokens + self.k + 1)
+        block = KEY_BLOCK if exact else CHUNK
+        self.passes = PassMaker(model.config, -(-need // block) * block, model.dtype, self.device)
+        self.state = RunState(model, len(prompts), self.passes.capacity, policy, draft_policy if self.k else None)
+        self.prompts = prompts
+        self.tokens: list[list[int]] = [[] for _ in prompts]
+        self.records: list[RoundRecord] = []
+        self.first = first
+        self.live = list(range(len(prompts)))  # index into `prompts` of each row of the batch
+        self.lengths = np.array([len(p) for p in prompts])  # tokens of each row, the last one unread
+        self.last = torch.zeros(len(prompts), dtype=torch.int64, device=self.device)
+        # what the draft has yet to read: hidden [b, t, h] and tokens [b, t] from slot `start` [b], the last at `at` [b]
+        self._unread: tuple[Tensor, Tensor, np.ndarray, np.ndarray] | None = None
+        self.batched_rounds = 0
+
+    @property
+    def done(self) -> bool:
+        """Whether every sequence has finished."""
+        return not self.live
+
+    def go(self, on_round: Callable[[Progress], None] | None, cancel: threading.Event | None) -> float:
+        """Run to the end. Returns the seconds the prompts took. Raises Cancelled."""
+        start = time.perf_counter()
+        self.prefill()
+        prefill_seconds = time.perf_counter() - start
+        total = len(self.prompts) * self.sampling.max_new_tokens
+        while not self.done:
+            if cancel is not None and cancel.is_set():
+                raise Cancelled(f"cancelled after {self.batched_rounds} rounds")
+            self.round()
+            if on_round is not None:
+                open_budget = sum(self.sampling.max_new_tokens - len(self.tokens[i]) for i in self.live)
+                on_round(Progress(total - open_budget, total, self.batched_rounds))
+        return prefill_seconds
+
+    def prefill(self) -> None:
+        """Read the prompts and choose each sequence's first token, which belongs to no round."""
+        b, lengths = len(self.prompts), torch.from_numpy(self.lengths).to(self.device)
+        t = -(-int(self.lengths.max()) // CHUNK) * CHUNK
+        ids = torch.zeros(b, t, dtype=torch.int64)
+        for row, prompt in enumerate(self.prompts):
+            ids[row, : len(prompt)] = torch.tensor(prompt)
+        ids = ids.to(self.device)
+        hidden = torch.cat([self._read_segment(ids, lengths, s, min(s + SEGMENT, t)) for s in range(0, t, SEGMENT)], 1)
+        rows = torch.arange(b, device=self.device)
+        last = hidden[rows, lengths - 1]
+        normed = self._normed(last)
+        first = self._choose(self._logits(normed)[:, None], self.lengths[:, None])[:, 0]
+        if self.k:
+            following = torch.cat([ids[:, 1:], ids.new_zeros(b, 1)], dim=1)
+            following[rows, lengths - 1] = first
+            self._draft_prompt(hidden, following)
+        self._append(np.zeros(b, dtype=int), first[:, None].tolist(), prompt=True)
+
+    def _read_segment(self, ids: Tensor, lengths: Tensor, start: int, stop: int) -> Tensor:
+        run = self._segment_pass(ids.shape[0], start, stop, (lengths - start).clamp(0, stop - start))
+        hidden = self.model.target(ids[:, start:stop], run, self.state.target)
+        return hidden[: run.rows].view(*ids[:, start:stop].shape, -1)
+
+    def _segment_pass(self, b: int, start: int, stop: int, valid: Tensor) -> Pass:
+        positions = torch.arange(start, stop, device=self.device).expand(b, -1)
+        return self.passes.make(positions, stop, self.exact, valid)
+
+    def _draft_prompt(self, hidden: Tensor, following: Tensor) -> None:
+        """Let the draft read all slots of the prompts but the last segment's, which the first round reads."""
+        b, t, _ = hidden.shape
+        given = self._given(hidden)
+        for start in range(0, t, SEGMENT):
+            stop = min(start + SEGMENT, t)
+            run = self.passes.make(torch.arange(start, stop, device=self.device).expand(b, -1), stop, self.exact)
+            self._draft_pass(following[:, start:stop], given[:, start:stop], run)
+        # the last slot again, alone: its output starts the first chain
+        rows, at = torch.arange(b, device=self.device), torch.from_numpy(self.lengths - 1).to(self.device)
+        self._unread = given[rows, at][:, None], following[rows, at][:, None], self.lengths - 1, np.zeros(b, dtype=int)
+
+    def round(self) -> None:
+        """Draft, verify, keep, roll back."""
+        drafts, draft_probs = self._draft() if self.k else (self.last.new_zeros(len(self.live), 0), None)
+        b, k = drafts.shape
+        start = self.lengths - 1
+        run = self.passes.make(self._positions(start, k + 1), int(start.max()) + k + 1, self.exact)
+        tokens = torch.cat([self.last[:, None], drafts], dim=1)
+        hidden = self.model.target(tokens, run, self.state.target)
+        normed = self.model.target.normed(hidden)
+        logits = self.model.target.logits(normed)[: run.rows].view(b, k + 1, -1)
+        verdict = self._verdict(drafts, draft_probs, logits)
+        accepted = verdict.accepted.cpu().numpy()
+        same = bool((accepted == accepted[0]).all())
+        self.state.commit(verdict.accepted + 1, int(accepted[0]) + 1 if same else None)
+        if k:
+            given = normed if self.spec.target_hidden == "post_norm" else hidden
+            width = int(accepted.max()) + 1
+            given = given[: run.rows].view(b, k + 1, -1)[:, :width]
+            self._unread = given, verdict.tokens[:, :width], start, accepted
+        self.batched_rounds += 1
+        self._append(accepted, verdict.tokens.tolist())
+
+    def _draft(self) -> tuple[Tensor, Tensor | None]:
+        """k drafts per sequence [b, k], and the distributions they were drawn from [b, k, v] if they were drawn."""
+        given, tokens, start, at = self._unread
+        b, t = tokens.shape
+        run = self.passes.make(self._positions(start, t), int(start.max()) + t, self.exact)
+        hidden = self._draft_pass(tokens, given, run)
+        if t > 1:
+            rows = torch.arange(b, device=self.device)
+            hidden = hidden[: run.rows].view(b, t, -1)[rows, torch.from_numpy(at).to(self.device)]
+        drafts, probs = [], []
+        # the last slot read is n−2: it drafts position n
+        slots = start + at
+        for step in range(self.k):
+            if step:
+                run = self.passes.make(self._positions(slots + step, 1), int(slots.max()) + step + 1, self.exact)
+                hidden = self._draft_pass(drafts[-1][:, None], hidden, run)
+            hidden = hidden[:b]
+            normed = self._padded(hidden)
+            normed = self.model.draft.normed(normed)
+            logits = self.model.target.logits(normed)[:b]
+            if self.spec.draft_sampling == "sampled" and not self.sampling.greedy:
+                q = distribution(logits, self.sampling)
+                drafts.append(sample(q, self._uniform(slots[:, None] + 2 + step, Purpose.DRAFT)[:, 0]))
+                probs.append(q)
+            else:
+                drafts.append(greedy(logits))
+            if self.spec.draft_hidden == "post_norm":
+                hidden = normed[:b]
+        return torch.stack(drafts, 1), torch.stack(probs, 1) if probs else None
+
+    def _draft_pass(self, tokens: Tensor, hidden: Tensor, run: Pass) -> Tensor:
+        """The head over tokens [b, t] and hidden [b, t, h] or [b·t, h] → its own hidden [padded rows, h]."""
+        embedded = pad_rows(F.embedding(tokens.flatten(), self.model.target.embedding), run.padded)
+        hidden = pad_rows(hidden.reshape(run.rows, -1), run.padded)
+        return self.model.draft(embedded, hidden, run, self.state.draft)
+
+    def _verdict(self, drafts: Tensor, draft_probs: Tensor | None, logits: Tensor) -> Verdict:
+        if self.sampling.greedy:
+            return accept_greedy(drafts, greedy(logits))
+        positions = self.lengths[:, None] + np.arange(self.k + 1)
+        return accept_sampled(
+            drafts,
+            distribution(logits, self.sampling),
+            draft_probs,
+            self._uniform(positions[:, : self.k], Purpose.ACCEPT),
+            self._uniform(positions, Purpose.SAMPLE),
+        )
+
+    def _choose(self, logits: Tensor, positions: np.ndarray) -> Tensor:
+        """The target's own token at each position: logits [b, t, v], positions [b, t] → [b, t]."""
+        if self.sampling.greedy:
+            return greedy(logits)
+        return sample(distribution(logits, self.sampling), self._uniform(positions, Purpose.SAMPLE))
+
+    def _append(self, accepted: np.ndarray, tokens: list[list[int]], prompt: bool = False) -> None:
+        """Emit up to accepted[i] + 1 tokens of row i, end what has finished and drop it from the batch."""
+        going = []
+        for row, i in enumerate(self.live):
+            mine = self.tokens[i]
+            new = tokens[row][: accepted[row] + 1][: self.sampling.max_new_tokens - len(mine)]
+            ends = next((j for j, token in enumerate(new) if token in self.eos), None)
+            if ends is not None:
+                new = new[: ends + 1]
+            if not prompt:
+                kept = min(int(accepted[row]), len(new))
+                self.records.append(RoundRecord(self.first + i, int(self.lengths[row]), self.k, kept, len(new)))
+            mine.extend(new)
+            if ends is None and len(mine) < self.sampling.max_new_tokens:
+                going.append(row)
+        self.lengths = self.lengths + (1 if prompt else accepted + 1)
+        self.last = torch.tensor([self.tokens[i][-1] for i in self.live], dtype=torch.int64, device=self.device)
+        if len(going) < len(self.live):
+            self._keep(going)
+
+    def _keep(self, rows: list[int]) -> None:
+        self.live = [self.live[r] for r in rows]
+        self.lengths = self.lengths[rows]
+        if not rows:
+            return
+        index = torch.tensor(rows, device=self.device)
+        self.last = self.last[index]
+        self.state.select(index)
+        if self._unread is not None:
+            given, tokens, start, at = self._unread
+            width = int(at[rows].max()) + 1
+            self._unread = given[index, :width], tokens[index, :width], start[rows], at[rows]
+
+    def _given(self, hidden: Tensor) -> Tensor:
+        """What the draft reads of the target's hidden states [b, t, h]."""
+        if self.spec.target_hidden == "pre_norm":
+            return hidden
+        return self.model.target.normed(hidden)
+
+    def _normed(self, hidden: Tensor) -> Tensor:
+        return self.model.target.normed(self._padded(hidden))[: hidden.shape[0]]
+
+    def _logits(self, normed: Tensor) -> Tensor:
+        return self.model.target.logits(self._padded(normed))[: normed.shape[0]]
+
+    def _padded(self, x: Tensor) -> Tensor:
+        return pad_rows(x, -(-x.shape[0] // 8) * 8) if self.exact else x
+
+    def _positions(self, start: np.ndarray, t: int) -> Tensor:
+        return torch.from_numpy(start[:, None] + np.arange(t)).to(self.device)
+
+    def _uniform(self, positions: np.ndarray, purpose: Purpose) -> Tensor:
+        prompts = np.array([self.first + i for i in self.live])
+        return torch.from_numpy(uniform(self.sampling.seed, prompts, positions, purpose)).to(self.device)

@@ -1,0 +1,47 @@
+"""From logits to a distribution, and from a distribution and a uniform number to a token.
+
+Knows nothing of drafts: the same functions serve the target (p) and the draft (q).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from mtplab.config import SamplingConfig
+
+
+def distribution(logits: Tensor, sampling: SamplingConfig) -> Tensor:
+    """Probabilities [.., v], float64, after temperature, then top-k, then top-p (the order of vLLM and Hugging Face).
+
+    temperature must be above 0. Top-k keeps ties with the k-th; top-p keeps the smallest set of likeliest tokens whose
+    mass reaches p, at least one.
+    """
+    assert sampling.temperature > 0
+    scaled = logits.double() / sampling.temperature
+    v = scaled.shape[-1]
+    if 0 < sampling.top_k < v:
+        floor = scaled.topk(sampling.top_k, dim=-1).values[..., -1:]
+        scaled = scaled.masked_fill(scaled < floor, -torch.inf)
+    probs = scaled.softmax(-1)
+    if sampling.top_p < 1.0:
+        ordered, index = probs.sort(dim=-1, descending=True, stable=True)
+        # drop a token when what comes before it already reaches p
+        drop = ordered.cumsum(-1) - ordered >= sampling.top_p
+        probs = probs.masked_fill(torch.zeros_like(drop).scatter_(-1, index, drop), 0.0)
+        probs = probs / probs.sum(-1, keepdim=True)
+    return probs
+
+
+def sample(weights: Tensor, uniforms: Tensor) -> Tensor:
+    """Inverse-CDF sampling: weights [.., v] ≥ 0 (need not sum to 1), uniforms [..] in [0, 1) → token ids [..]."""
+    total = weights.cumsum(-1)
+    # kept below the total even where the product rounds up; a token of weight 0 spans nothing and is never drawn
+    end = total[..., -1:]
+    at = torch.minimum(uniforms.unsqueeze(-1) * end, torch.nextafter(end, torch.zeros_like(end)))
+    return torch.searchsorted(total, at, right=True).squeeze(-1).clamp_max(weights.shape[-1] - 1)
+
+
+def greedy(logits: Tensor) -> Tensor:
+    """The likeliest token, the lowest id among ties: logits [.., v] → [..]."""
+    return logits.argmax(-1)

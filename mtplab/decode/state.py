@@ -1,0 +1,60 @@
+"""A run's caches, target and draft together: making them, rolling them back after a round, dropping what has finished.
+
+Knows nothing of tokens or acceptance: it is told how many tokens of the last pass to keep.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from mtplab.models import Model
+from mtplab.models.cache import DeltaState
+from mtplab.quant.policy import QuantPolicy
+
+
+class RunState:
+    """Caches of b sequences. Attention caches roll back by length: slots past a sequence's length are never attended
+    before they are written again. Delta-rule states roll back by position (`DeltaState.commit`)."""
+
+    def __init__(self, model: Model, batch: int, capacity: int, policy: QuantPolicy, draft_policy: QuantPolicy | None):
+        self.capacity = capacity
+        self.target = model.target_caches(batch, capacity, policy)
+        self.draft = None if draft_policy is None else model.draft_cache(batch, capacity, draft_policy)
+
+    def commit(self, keep: Tensor, uniform: int | None) -> None:
+        """Keep the first keep[i] tokens of the target's last pass for sequence i (`uniform` if all are equal)."""
+        for cache in self.target:
+            if isinstance(cache, DeltaState):
+                cache.commit(keep, uniform)
+
+    def select(self, rows: Tensor) -> None:
+        """Keep these sequences, in this order."""
+        for cache in self.target:
+            cache.select(rows)
+        if self.draft is not None:
+            self.draft.select(rows)
+
+
+def memory_account(model: Model, policy: QuantPolicy, draft_policy: QuantPolicy) -> dict:
+    """Bytes a sequence costs, as they would be stored in the checkpoint's dtype and the policy's codes.
+
+    Keys: `kv_bytes_per_token` and `draft_kv_bytes_per_token` (all layers together), `layers` (bytes per token of each
+    layer, target then draft; 0 for a delta-rule layer), `state_bytes` per sequence, and the policies' names.
+    """
+    c = model.config
+    per_layer = policy.bytes_per_token(c.num_kv_heads, c.head_dim, model.checkpoint_dtype.itemsize)
+    return {
+        "quant_policy": policy.name,
+        "draft_quant_policy": draft_policy.name,
+        "kv_bytes_per_token": model.kv_bytes_per_token(policy, "target"),
+        "draft_kv_bytes_per_token": model.kv_bytes_per_token(draft_policy, "draft"),
+        "layers": [per_layer if kind == "full_attention" else 0 for kind in c.layer_types]
+        + [model.kv_bytes_per_token(draft_policy, "draft") // c.mtp_layers] * c.mtp_layers,
+        "state_bytes": model.state_bytes(),
+    }
+
+
+def index(rows: list[int], device: torch.device) -> Tensor:
+    """An int64 index tensor."""
+    return torch.tensor(rows, dtype=torch.int64, device=device)

@@ -1,0 +1,51 @@
+"""Attention over a cache, with a reduction order that a query's neighbours cannot change.
+
+Knows nothing of how keys and values are stored: it gets them as they are read back, whole heads at a time.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+# keys are reduced in blocks of this many, in order; a block that no query sees adds exact zeros
+KEY_BLOCK = 256
+
+
+def padded_key_length(length: int, exact: bool) -> int:
+    """How many cache slots to read so that `length` of them are covered. Exact attention reads whole blocks."""
+    return -(-length // KEY_BLOCK) * KEY_BLOCK if exact else length
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, exact: bool) -> Tensor:
+    """Softmax attention of grouped query heads.
+
+    q [b, h, t, d], already multiplied by d^-½; k, v [b, h_kv, L, d]; bias [b, t, L] (0 where a key is seen, −inf where
+    not) or None when every query sees every key. Returns [b, t, h·d].
+
+    With `exact`, L is a multiple of KEY_BLOCK, the rows of every product are padded to a multiple of 8, and the sums over
+    keys are taken block by block, so that a query's result is bit-equal whatever t, b or L.
+    """
+    b, h, t, d = q.shape
+    h_kv, length = k.shape[1], k.shape[2]
+    rows = h // h_kv * t
+    q = q.reshape(b * h_kv, rows, d)
+    pad = -rows % 8 if exact else 0
+    if pad:
+        q = torch.nn.functional.pad(q, (0, 0, 0, pad))
+    keys, values = k.flatten(0, 1), v.flatten(0, 1)
+    scores = torch.bmm(q, keys.transpose(1, 2))
+    if bias is not None:
+        seen = scores[:, :rows] if pad else scores
+        seen.view(b, h_kv, h // h_kv, t, length).add_(bias[:, None, None])
+    if not exact:
+        out = torch.bmm(scores.softmax(-1), values)
+    else:
+        weights = scores.sub_(scores.amax(-1, keepdim=True)).exp_()
+        out = total = None
+        for start in range(0, length, KEY_BLOCK):
+            block = weights[:, :, start : start + KEY_BLOCK].contiguous()
+            part, part_total = torch.bmm(block, values[:, start : start + KEY_BLOCK]), block.sum(-1, keepdim=True)
+            out, total = (part, part_total) if out is None else (out.add_(part), total.add_(part_total))
+        out = out.div_(total)[:, :rows]
+    return out.reshape(b, h, t, d).transpose(1, 2).reshape(b, t, h * d)

@@ -1,0 +1,138 @@
+"""What a layer keeps between passes: keys and values of the past, or the delta rule's state.
+
+Knows nothing of rounds or acceptance. Layout decision: caches are contiguous, [b, h_kv, capacity, d]. A workbench's
+batch and budget are known when a run starts and nothing is swapped or shared, so pages would buy nothing and would
+cost a CPU a gather on every read; a paged kernel can address the same storage through a table of runs.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from mtplab.quant.policy import QuantPolicy
+
+
+class KVCache:
+    """Keys and values of one attention layer, stored as the policy says and read back before they are attended.
+
+    Codes [2, b, h_kv, capacity, d'] hold K and V; integer policies add meta [2, b, h_kv, capacity, 2] (scale, zero) in
+    the checkpoint's dtype. Where codes are not what attention reads, a copy as read back is kept beside them, so that a
+    slot is decoded once, when written, and not at every later step; `memory` counts the codes.
+    """
+
+    def __init__(
+        self,
+        policy: QuantPolicy,
+        batch: int,
+        kv_heads: int,
+        capacity: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        meta_dtype: torch.dtype,
+        device: torch.device,
+    ):
+        self.policy, self.codec, self.dtype, self.meta_dtype = policy, policy.codec, dtype, meta_dtype
+        shape = (2, batch, kv_heads, capacity)
+        self.codes = torch.zeros(
+            *shape, self.codec.code_shape(head_dim), dtype=self.codec.code_dtype(dtype), device=device
+        )
+        self.meta = torch.zeros(*shape, 2, dtype=meta_dtype, device=device) if policy.meta else None
+        plain = self.codes.dtype == dtype and policy.meta == 0
+        self.values = self.codes if plain else torch.zeros(*shape, head_dim, dtype=dtype, device=device)
+
+    @property
+    def capacity(self) -> int:
+        """Tokens that fit, per sequence."""
+        return self.codes.shape[3]
+
+    def write(self, slots: Tensor, rows: Tensor) -> None:
+        """Store rows [2·r, d] (K first, then V) at flat slots [2·r] (see `slot_index`)."""
+        codes, meta = self.codec.encode(rows, self.meta_dtype)
+        self._flat(self.codes).index_copy_(0, slots, codes)
+        if self.values is not self.codes:
+            self._flat(self.values).index_copy_(0, slots, self.codec.decode(codes, meta, self.dtype))
+        if self.meta is not None:
+            self._flat(self.meta).index_copy_(0, slots, meta)
+
+    def read(self, length: int) -> tuple[Tensor, Tensor]:
+        """K and V [b, h_kv, length, d] of the first `length` slots, as stored."""
+        return self.values[0, :, :, :length], self.values[1, :, :, :length]
+
+    def select(self, rows: Tensor) -> None:
+        """Keep these sequences of the batch, in this order."""
+        plain = self.values is self.codes
+        # index_select knows no FP8: move the bytes
+        self.codes = self.codes.view(torch.uint8).index_select(1, rows).view(self.codes.dtype)
+        self.values = self.codes if plain else self.values.index_select(1, rows)
+        if self.meta is not None:
+            self.meta = self.meta.index_select(1, rows)
+
+    @staticmethod
+    def _flat(x: Tensor) -> Tensor:
+        x = x.view(torch.uint8) if x.dtype.itemsize == 1 else x
+        return x.view(-1, x.shape[-1])
+
+
+def slot_index(positions: Tensor, kv_heads: int, capacity: int) -> Tensor:
+    """Flat indices [2·b·t·h_kv] into a cache of this capacity, for K and then V rows in (b, t, h) order.
+
+    positions [b, t] int64: the slot of each token.
+    """
+    b, t = positions.shape
+    device = positions.device
+    sequence = torch.arange(b, device=device).view(b, 1, 1) * kv_heads
+    head = torch.arange(kv_heads, device=device)
+    k = ((sequence + head) * capacity + positions.unsqueeze(-1)).flatten()
+    return torch.cat([k, k + b * kv_heads * capacity])
+
+
+class DeltaState:
+    """State of one gated-delta-rule layer: conv [b, kernel−1, channels] inputs and recurrent [b·heads, dk, dv].
+
+    A pass over t > 1 tokens that may be rejected leaves the state alone and keeps what every prefix would make of it;
+    `commit` then takes one prefix per sequence. Nothing of a rejected token survives.
+    """
+
+    def __init__(
+        self, batch: int, heads: int, dk: int, dv: int, kernel: int, channels: int, dtype: torch.dtype, device: torch.device
+    ):
+        self.heads = heads
+        self.conv = torch.zeros(batch, kernel - 1, channels, dtype=dtype, device=device)
+        self.recurrent = torch.zeros(batch * heads, dk, dv, dtype=torch.float32, device=device)
+        self._window: Tensor | None = None
+        self._steps: Tensor | None = None
+
+    def step_buffer(self, t: int) -> Tensor:
+        """Room [t, b·heads, dk, dv] for the recurrent state after each of t tokens."""
+        if self._steps is None or self._steps.shape[0] < t or self._steps.shape[1] != self.recurrent.shape[0]:
+            self._steps = torch.empty(t, *self.recurrent.shape, dtype=torch.float32, device=self.recurrent.device)
+        return self._steps[:t]
+
+    def keep_window(self, window: Tensor) -> None:
+        """Remember the convolution's inputs [b, kernel−1+t, channels] of this pass, the old state first."""
+        self._window = window
+
+    def commit(self, keep: Tensor, uniform: int | None) -> None:
+        """Make the state what it is after the first keep[i] ≥ 1 tokens of the last pass; `uniform` if all are equal."""
+        if self._window is None:
+            return  # a pass over one token has already moved the state
+        width = self.conv.shape[1]
+        if uniform is not None:
+            self.conv.copy_(self._window[:, uniform : uniform + width])
+            # no copy: the next pass reads this slot before it writes any later one, and may write slot 0 in place
+            self.recurrent = self._steps[uniform - 1]
+        else:
+            b = self.conv.shape[0]
+            at = keep[:, None] + torch.arange(width, device=keep.device)
+            self.conv = self._window[torch.arange(b, device=keep.device)[:, None], at]
+            steps = self._steps.view(self._steps.shape[0], b, self.heads, *self._steps.shape[2:])
+            self.recurrent = steps[keep - 1, torch.arange(b, device=keep.device)].flatten(0, 1)
+        self._window = None
+
+    def select(self, rows: Tensor) -> None:
+        """Keep these sequences of the batch, in this order."""
+        self.conv = self.conv.index_select(0, rows)
+        shaped = self.recurrent.view(-1, self.heads, *self.recurrent.shape[1:])
+        self.recurrent = shaped.index_select(0, rows).flatten(0, 1)
+        self._window = self._steps = None

@@ -1,0 +1,136 @@
+"""The shape of a Qwen3.5 dense text model, read from its config.json.
+
+Knows nothing of tensors or files: it takes the parsed JSON and returns numbers, or says which key is wrong.
+The keys are those of transformers' `Qwen3_5TextConfig`; a multimodal wrapper keeps them under `text_config`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from mtplab.errors import CheckpointError
+
+MODEL_TYPES = ("qwen3_5_text", "qwen3_5")
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Sizes of one model. Counts are of heads, layers or features; `layer_types[i]` names layer *i*'s mixer."""
+
+    model_type: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rotary_dim: int
+    rope_theta: float
+    rms_norm_eps: float
+    layer_types: tuple[str, ...]
+    conv_kernel: int
+    linear_k_heads: int
+    linear_v_heads: int
+    linear_k_dim: int
+    linear_v_dim: int
+    mtp_layers: int
+    tied_embeddings: bool
+    max_position: int
+    eos_token_ids: tuple[int, ...]
+    dtype: str
+
+    @property
+    def key_dim(self) -> int:
+        """Features of all the delta rule's key heads together."""
+        return self.linear_k_heads * self.linear_k_dim
+
+    @property
+    def value_dim(self) -> int:
+        """Features of all the delta rule's value heads together."""
+        return self.linear_v_heads * self.linear_v_dim
+
+    @property
+    def conv_dim(self) -> int:
+        """Channels of the short convolution: q, k and v side by side."""
+        return 2 * self.key_dim + self.value_dim
+
+
+def parse_config(config: dict[str, Any], eos_override: Any = None) -> ModelConfig:
+    """Read a model's sizes from its parsed config.json.
+
+    `eos_override` is `eos_token_id` of generation_config.json (an id, a list of ids or None), which wins over the
+    model's own. Raises CheckpointError naming the key, what it holds and what was expected.
+    """
+    text = config.get("text_config") if isinstance(config.get("text_config"), dict) else config
+    model_type = text.get("model_type", config.get("model_type"))
+    if model_type not in MODEL_TYPES:
+        raise CheckpointError(
+            f"config.json: model_type is {model_type!r}; the families that mtplab runs are {', '.join(MODEL_TYPES)}. "
+            "The checkpoint can still be opened and planned with mtplab.open_checkpoint()."
+        )
+
+    def number(key: str, default: int | float | None = None, kind: type = int) -> Any:
+        value = text.get(key, default)
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or value <= 0:
+            raise CheckpointError(f"config.json: {key} is {value!r}; expected a positive {kind.__name__}")
+        return kind(value)
+
+    layers = number("num_hidden_layers")
+    interval = text.get("full_attention_interval", 4)
+    kinds = text.get("layer_types") or [
+        "linear_attention" if (i + 1) % interval else "full_attention" for i in range(layers)
+    ]
+    unknown = sorted({str(k) for k in kinds} - {"linear_attention", "full_attention"})
+    if unknown or len(kinds) != layers:
+        raise CheckpointError(
+            f"config.json: layer_types has {len(kinds)} entries"
+            + (f" with unknown kinds {unknown}" if unknown else "")
+            + f"; expected {layers} entries (num_hidden_layers), each linear_attention or full_attention"
+        )
+    if text.get("attention_bias"):
+        raise CheckpointError("config.json: attention_bias is true; Qwen3.5 has no attention biases, found a variant")
+    if text.get("hidden_act", "silu") != "silu":
+        raise CheckpointError(f"config.json: hidden_act is {text['hidden_act']!r}; expected 'silu'")
+
+    rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
+    if rope.get("rope_type", "default") != "default":
+        raise CheckpointError(f"config.json: rope_type is {rope['rope_type']!r}; expected 'default'")
+    heads, hidden = number("num_attention_heads"), number("hidden_size")
+    head_dim = number("head_dim", hidden // heads)
+    partial = rope.get("partial_rotary_factor", text.get("partial_rotary_factor", 0.25))
+    kv_heads = number("num_key_value_heads", heads)
+    k_heads, v_heads = number("linear_num_key_heads"), number("linear_num_value_heads")
+    for name, many, few in (("num_attention_heads", heads, kv_heads), ("linear_num_value_heads", v_heads, k_heads)):
+        if many % few:
+            raise CheckpointError(f"config.json: {name} is {many}; expected a multiple of {few}, its key heads")
+
+    eos = eos_override if eos_override is not None else text.get("eos_token_id", config.get("eos_token_id"))
+    eos_ids = () if eos is None else tuple(eos) if isinstance(eos, list) else (eos,)
+    if not all(isinstance(i, int) for i in eos_ids):
+        raise CheckpointError(f"config.json: eos_token_id is {eos!r}; expected an id or a list of ids")
+    return ModelConfig(
+        model_type=model_type,
+        vocab_size=number("vocab_size"),
+        hidden_size=hidden,
+        intermediate_size=number("intermediate_size"),
+        num_layers=layers,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        rotary_dim=int(head_dim * partial),
+        rope_theta=float(rope.get("rope_theta", text.get("rope_theta", 10000.0))),
+        rms_norm_eps=number("rms_norm_eps", 1e-6, float),
+        layer_types=tuple(kinds),
+        conv_kernel=number("linear_conv_kernel_dim", 4),
+        linear_k_heads=k_heads,
+        linear_v_heads=v_heads,
+        linear_k_dim=number("linear_key_head_dim"),
+        linear_v_dim=number("linear_value_head_dim"),
+        mtp_layers=int(text.get("mtp_num_hidden_layers") or 0),
+        tied_embeddings=bool(text.get("tie_word_embeddings", config.get("tie_word_embeddings", False))),
+        max_position=number("max_position_embeddings", 32768),
+        eos_token_ids=eos_ids,
+        dtype=str(text.get("dtype") or text.get("torch_dtype") or config.get("dtype") or "bfloat16"),
+    )

@@ -1,0 +1,171 @@
+"""The layers that Qwen3.5's target and head are made of.
+
+A layer maps x [m, hidden] to the same shape, where m = `Pass.padded`: the b·t tokens of the pass in (b, t) order, then
+padding rows, whose content is never read. Knows nothing of files, names or rounds.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from mtplab.models.attend import attend
+from mtplab.models.cache import DeltaState, KVCache
+from mtplab.models.config import ModelConfig
+from mtplab.models.delta_rule import delta_rule_chunked, delta_rule_step
+from mtplab.models.passes import Pass
+from mtplab.quant.linear import PackedLinear
+
+
+def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+    """x / rms(x) · weight over the last dimension, worked in float32 whatever the dtype of x."""
+    if x.dtype == torch.float32:
+        return F.rms_norm(x, x.shape[-1:], weight, eps)
+    return F.rms_norm(x.float(), x.shape[-1:], weight, eps).to(x.dtype)
+
+
+def pad_rows(x: Tensor, rows: int) -> Tensor:
+    """x [r, n] with zero rows added up to `rows`."""
+    return x if x.shape[0] == rows else F.pad(x, (0, 0, 0, rows - x.shape[0]))
+
+
+class MLP:
+    """down(silu(gate(x)) · up(x)), added to the residual."""
+
+    def __init__(self, gate_up: PackedLinear, down: PackedLinear):
+        self.gate_up, self.down = gate_up, down
+
+    def __call__(self, residual: Tensor, x: Tensor) -> Tensor:
+        gate, up = self.gate_up(x)
+        return self.down.add_to(residual, F.silu(gate).mul_(up))
+
+
+class Attention:
+    """Gated full attention: per-head (1+w) norms of q and k, partial rotary, output times sigmoid(gate).
+
+    `qkv` members: q_proj [h·2·d, hidden] (each head's query and gate side by side), k_proj, v_proj [h_kv·d, hidden].
+    `norm_weight` [h + h_kv, d] holds 1+w of q_norm, times d^-½, and of k_norm, head by head.
+    """
+
+    def __init__(self, config: ModelConfig, qkv: PackedLinear, out: PackedLinear, norm_weight: Tensor):
+        self.config, self.qkv, self.out, self.norm_weight = config, qkv, out, norm_weight
+
+    def __call__(self, residual: Tensor, x: Tensor, run: Pass, cache: KVCache) -> Tensor:
+        c, b, t = self.config, run.batch, run.tokens
+        qg, k, v = self.qkv(x)
+        q, gate = qg[: run.rows].view(b, t, c.num_heads, 2 * c.head_dim).chunk(2, dim=-1)
+        qk = torch.cat([q, k[: run.rows].view(b, t, c.num_kv_heads, c.head_dim)], dim=2)
+        qk = rms_norm(qk, None, c.rms_norm_eps).mul_(self.norm_weight)
+        turned = qk[..., : c.rotary_dim]
+        swapped = turned.roll(c.rotary_dim // 2, dims=-1)
+        turned.mul_(run.cos).add_(swapped.mul_(run.sin))
+        q, k = qk.split([c.num_heads, c.num_kv_heads], dim=2)
+        cache.write(run.slots, torch.cat([k.reshape(-1, c.head_dim), v[: run.rows].reshape(-1, c.head_dim)]))
+        keys, values = cache.read(run.key_length)
+        mixed = attend(q.transpose(1, 2), keys, values, run.bias, run.exact)
+        mixed = mixed.mul_(gate.reshape(b, t, -1).sigmoid()).view(run.rows, -1)
+        return self.out.add_to(residual, pad_rows(mixed, run.padded))
+
+
+class GatedDelta:
+    """The gated-delta-rule mixer: one projection, a short convolution, the recurrence, a gated norm.
+
+    `inputs` members: in_proj_qkv [conv_dim, hidden], in_proj_z [value_dim, hidden], in_proj_b and in_proj_a [v_heads, hidden].
+    conv_weight [kernel, conv_dim]; minus_a = −exp(A_log) and dt_bias [v_heads] float32; norm_weight [dv] (this norm's
+    weight is plain, not 1+w).
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        inputs: PackedLinear,
+        out: PackedLinear,
+        conv_weight: Tensor,
+        minus_a: Tensor,
+        dt_bias: Tensor,
+        norm_weight: Tensor,
+    ):
+        self.config, self.inputs, self.out = config, inputs, out
+        self.conv_weight, self.minus_a, self.dt_bias, self.norm_weight = conv_weight, minus_a, dt_bias, norm_weight
+        dk = config.linear_k_dim
+        # q and k are l2-normalised, q also scaled by dk^-½; x·rsqrt(Σx² + ε) = rms_norm(x, ε/dk)·dk^-½
+        scale = torch.full((2, 1, 1), dk**-0.5, dtype=torch.float32, device=minus_a.device)
+        scale[0] /= dk**0.5
+        self._qk_scale = scale
+
+    def __call__(self, residual: Tensor, x: Tensor, run: Pass, state: DeltaState) -> Tensor:
+        c, b, t = self.config, run.batch, run.tokens
+        qkv, z, beta, a = self.inputs(x)
+        beta = beta.contiguous().float().sigmoid()
+        log_decay = F.softplus(a.float() + self.dt_bias).mul_(self.minus_a)
+        window = torch.cat([state.conv, qkv[: run.rows].view(b, t, c.conv_dim)], dim=1)
+        mixed = self._convolve(window, t)
+        q, k, v = self._heads(mixed)
+        if run.valid is not None:
+            out = self._prompt(q, k, v, log_decay, beta, window, run, state)
+        else:
+            out = self._decode(q, k, v, log_decay, beta, window, run, state)
+        # out [b, t, v_heads, dv]
+        out = rms_norm(out, self.norm_weight, c.rms_norm_eps).to(x.dtype).view(run.rows, -1)
+        out = pad_rows(out, run.padded) * F.silu(z)
+        return self.out.add_to(residual, out)
+
+    def _convolve(self, window: Tensor, t: int) -> Tensor:
+        mixed = window[:, :t] * self.conv_weight[0]
+        for i in range(1, self.config.conv_kernel):
+            mixed.addcmul_(window[:, i : i + t], self.conv_weight[i])
+        return F.silu(mixed, inplace=True)
+
+    def _heads(self, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k [b, t, v_heads, dk] normalised, v [b, t, v_heads, dv], in float32."""
+        c = self.config
+        b, t, _ = mixed.shape
+        qk, v = mixed.float().split([2 * c.key_dim, c.value_dim], dim=-1)
+        qk = qk.reshape(b, t, 2, c.linear_k_heads, c.linear_k_dim)
+        qk = rms_norm(qk, None, 1e-6 / c.linear_k_dim).mul_(self._qk_scale)
+        repeat = c.linear_v_heads // c.linear_k_heads
+        if repeat > 1:
+            qk = qk.repeat_interleave(repeat, dim=3)
+        return qk[:, :, 0], qk[:, :, 1], v.reshape(b, t, c.linear_v_heads, c.linear_v_dim)
+
+    def _decode(self, q, k, v, log_decay, beta, window, run: Pass, state: DeltaState) -> Tensor:
+        c, b, t = self.config, run.batch, run.tokens
+        n = b * c.linear_v_heads
+        # padded rows are kept until after exp, whose vectorised and scalar forms differ in the last bit
+        decay = log_decay.exp_()[: run.rows].view(b, t, c.linear_v_heads, 1, 1)
+        beta = beta[: run.rows].view(b, t, c.linear_v_heads, 1, 1)
+        steps = None if t == 1 else state.step_buffer(t)
+        outs, before = [], state.recurrent
+        for i in range(t):
+            after = state.recurrent if steps is None else steps[i]
+            out = delta_rule_step(
+                q[:, i].reshape(n, 1, -1),
+                k[:, i].reshape(n, 1, -1),
+                v[:, i].reshape(n, 1, -1),
+                decay[:, i].reshape(n, 1, 1),
+                beta[:, i].reshape(n, 1, 1),
+                before,
+                after,
+            )
+            outs.append(out.view(b, 1, c.linear_v_heads, -1))
+            before = after
+        if t == 1:
+            state.conv.copy_(window[:, 1:])
+            return outs[0]
+        state.keep_window(window)
+        return torch.cat(outs, dim=1)
+
+    def _prompt(self, q, k, v, log_decay, beta, window, run: Pass, state: DeltaState) -> Tensor:
+        c, b, t = self.config, run.batch, run.tokens
+        n = b * c.linear_v_heads
+        # a padding token has beta 0 and decay 1: the state passes it unchanged
+        true = (torch.arange(t, device=q.device) < run.valid[:, None]).unsqueeze(-1)
+        beta, log_decay = (
+            x[: run.rows].view(b, t, c.linear_v_heads).mul(true).transpose(1, 2).reshape(n, t) for x in (beta, log_decay)
+        )
+        q, k, v = (x.transpose(1, 2).reshape(n, t, -1) for x in (q, k, v))
+        out, state.recurrent = delta_rule_chunked(q, k, v, log_decay, beta, state.recurrent)
+        at = run.valid[:, None] + torch.arange(state.conv.shape[1], device=q.device)
+        state.conv = window[torch.arange(b, device=q.device)[:, None], at]
+        return out.view(b, c.linear_v_heads, t, -1).transpose(1, 2)

@@ -1,0 +1,227 @@
+"""A loaded model: target, head, tokenizer, and what they weigh.
+
+Knows nothing of rounds: it makes caches and passes for whoever runs it.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from mtplab.checkpoint import Checkpoint, Plan, open_checkpoint
+from mtplab.config import EngineConfig, SpecConfig
+from mtplab.errors import CheckpointError, ConfigError
+from mtplab.models.cache import DeltaState, KVCache
+from mtplab.models.config import ModelConfig, parse_config
+from mtplab.models.parameters import Parameters
+from mtplab.models.qwen3_5 import Head, Target, build_head, build_target
+from mtplab.quant.policy import QuantPolicy, resolve_policy
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+
+@dataclass
+class Model:
+    """What `load_model` returns. `dtype` is computed in; `checkpoint_dtype` is what the files are written for."""
+
+    config: ModelConfig
+    checkpoint: Checkpoint
+    plan: Plan
+    target: Target
+    draft: Head | None
+    tokenizer: Tokenizer | None
+    device: torch.device
+    dtype: torch.dtype
+    checkpoint_dtype: torch.dtype
+    engine: EngineConfig
+    spec: SpecConfig
+
+    def policy(self, part: str = "target") -> QuantPolicy:
+        """The KV-cache policy a run uses by default for "target" or "draft"."""
+        return resolve_policy((self.engine if part == "target" else self.spec).quant_policy)
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a text, without special tokens. Raises CheckpointError if there is no tokenizer."""
+        return self._tokenizer().encode(text, add_special_tokens=False).ids
+
+    def decode(self, ids: list[int]) -> str:
+        """The text of token ids, special tokens left out. Raises CheckpointError if there is no tokenizer."""
+        return self._tokenizer().decode(ids, skip_special_tokens=True)
+
+    def _tokenizer(self) -> Tokenizer:
+        if self.tokenizer is None:
+            raise CheckpointError(
+                f"{self.checkpoint.path}: no tokenizer.json; give prompts as lists of token ids, or add the file"
+            )
+        return self.tokenizer
+
+    def weight_bytes(self, part: str | None = None) -> int:
+        """Bytes of the weights under this plan: of one part of it, or of all."""
+        return self.plan.nbytes(part)
+
+    def kv_bytes_per_token(self, policy: str | int | QuantPolicy | None = None, part: str = "target") -> int:
+        """KV-cache bytes one token adds, all layers of the target or the draft together."""
+        c = self.config
+        layers = c.layer_types.count("full_attention") if part == "target" else c.mtp_layers
+        chosen = resolve_policy(policy) if policy is not None else self.policy(part)
+        return layers * chosen.bytes_per_token(c.num_kv_heads, c.head_dim, self.checkpoint_dtype.itemsize)
+
+    def state_bytes(self) -> int:
+        """Bytes of delta-rule state per sequence: it does not grow with the context and is never quantised."""
+        c = self.config
+        conv = (c.conv_kernel - 1) * c.conv_dim * self.checkpoint_dtype.itemsize
+        recurrent = c.linear_v_heads * c.linear_k_dim * c.linear_v_dim * 4
+        return c.layer_types.count("linear_attention") * (conv + recurrent)
+
+    def target_caches(self, batch: int, capacity: int, policy: QuantPolicy) -> list[KVCache | DeltaState]:
+        """Empty caches, one per layer of the target."""
+        return [
+            self._kv_cache(batch, capacity, policy) if kind == "full_attention" else self._delta_state(batch)
+            for kind in self.config.layer_types
+        ]
+
+    def draft_cache(self, batch: int, capacity: int, policy: QuantPolicy) -> KVCache:
+        """The head's empty cache."""
+        return self._kv_cache(batch, capacity, policy)
+
+    def _kv_cache(self, batch: int, capacity: int, policy: QuantPolicy) -> KVCache:
+        c = self.config
+        return KVCache(
+            policy, batch, c.num_kv_heads, capacity, c.head_dim, self.dtype, self.checkpoint_dtype, self.device
+        )
+
+    def _delta_state(self, batch: int) -> DeltaState:
+        c = self.config
+        return DeltaState(
+            batch, c.linear_v_heads, c.linear_k_dim, c.linear_v_dim, c.conv_kernel, c.conv_dim, self.dtype, self.device
+        )
+
+
+def load_model(
+    path: str | Path,
+    device: str | torch.device = "cpu",
+    dtype: str | torch.dtype | None = None,
+    exclude: str | list[str] | None = None,
+    draft_exclude: str | list[str] | None = None,
+    quant_policy: str | int | QuantPolicy = "none",
+    draft_quant_policy: str | int | QuantPolicy | None = None,
+    model_format: str | None = None,
+    activation_rounding: bool = True,
+    exact: bool = True,
+) -> Model:
+    """Load a checkpoint and its MTP head.
+
+    Args:
+        path: folder with config.json and safetensors.
+        device: "cpu", "cuda", …
+        dtype: compute dtype; float32 on a CPU and the checkpoint's on a GPU by default.
+        exclude: modules of the target kept from FP8: globs over names on disk, or "published" or "none".
+        draft_exclude: the same for the head; `exclude` by default.
+        quant_policy, draft_quant_policy: default KV-cache policies of a run; the draft inherits the target's.
+        model_format: "fp8" quantises a BF16 checkpoint as it is loaded, head included (128×128 blocks, E4M3).
+        activation_rounding: round the inputs of FP8 layers to E4M3, per token and 128 features (W8A8).
+        exact: arithmetic in which a row does not depend on the rows beside it (float32 on a CPU).
+
+    Raises CheckpointError for files that are missing, broken or of another architecture, ConfigError for settings.
+    """
+    engine = EngineConfig.of(
+        device=str(device),
+        dtype=None if dtype is None else str(dtype).removeprefix("torch."),
+        exclude=exclude,
+        model_format=model_format,
+        quant_policy=resolve_policy(quant_policy).name,
+        activation_rounding=activation_rounding,
+        exact=exact,
+    )
+    spec = SpecConfig.from_target(
+        engine,
+        exclude=draft_exclude,
+        quant_policy=None if draft_quant_policy is None else resolve_policy(draft_quant_policy).name,
+    )
+    return load_configured(path, engine, spec)
+
+
+def load_configured(path: str | Path | Checkpoint, engine: EngineConfig, spec: SpecConfig) -> Model:
+    """`load_model` from validated settings, where the draft's weight format may differ from the target's."""
+    checkpoint = path if isinstance(path, Checkpoint) else open_checkpoint(path)
+    plan = checkpoint.plan(**_plan_arguments(engine, spec))
+    config = parse_config(checkpoint.config, _eos_override(checkpoint))
+    where, stored = _device(engine.device), _dtype(config.dtype)
+    compute = _dtype(engine.dtype) if engine.dtype else (torch.float32 if where.type == "cpu" else stored)
+    parameters = Parameters(checkpoint, plan, compute, where, engine.activation_rounding)
+    with torch.inference_mode():
+        target, draft = build_target(config, parameters), build_head(config, parameters)
+    return Model(
+        config=config,
+        checkpoint=checkpoint,
+        plan=plan,
+        target=target,
+        draft=draft,
+        tokenizer=_read_tokenizer(checkpoint),
+        device=where,
+        dtype=compute,
+        checkpoint_dtype=stored,
+        engine=engine,
+        spec=spec,
+    )
+
+
+def _plan_arguments(engine: EngineConfig, spec: SpecConfig) -> dict:
+    """The plan's arguments: one weight format, and exclusions that keep the other part out of it where they differ."""
+    exclude, draft_exclude = engine.exclude, spec.exclude
+    if engine.model_format and not spec.model_format:
+        draft_exclude = ("mtp.*",)
+    elif spec.model_format and not engine.model_format:
+        exclude = ("*",)
+    return {
+        "exclude": exclude,
+        "draft_exclude": draft_exclude,
+        "model_format": engine.model_format or spec.model_format,
+    }
+
+
+def _eos_override(checkpoint: Checkpoint):
+    """eos_token_id of generation_config.json, which wins over config.json's, or None."""
+    file = checkpoint.path / "generation_config.json"
+    if not file.is_file():
+        return None
+    try:
+        return json.loads(file.read_text(encoding="utf-8")).get("eos_token_id")
+    except (ValueError, AttributeError) as error:
+        raise CheckpointError(f"{file}: expected a JSON object, found something else ({error})") from None
+
+
+def _device(device: str | torch.device) -> torch.device:
+    try:
+        where = torch.device(device)
+    except RuntimeError:
+        raise ConfigError(f"device is {device!r}; expected a torch device such as 'cpu' or 'cuda:0'") from None
+    if where.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(f"device {device!r} was asked for, but torch sees no GPU here; use device='cpu'")
+    return where
+
+
+def _dtype(dtype: str | torch.dtype) -> torch.dtype:
+    found = dtype if isinstance(dtype, torch.dtype) else _DTYPES.get(str(dtype).removeprefix("torch."))
+    if found not in _DTYPES.values():
+        raise ConfigError(f"dtype is {dtype!r}; expected one of {', '.join(_DTYPES)}")
+    return found
+
+
+def _read_tokenizer(checkpoint: Checkpoint) -> Tokenizer | None:
+    from tokenizers import Tokenizer
+
+    file = checkpoint.path / "tokenizer.json"
+    if not file.is_file():
+        return None
+    try:
+        return Tokenizer.from_file(str(file))
+    except Exception as error:  # the library raises bare Exception for every fault in the file
+        raise CheckpointError(f"{file}: not a tokenizer that the tokenizers library can read ({error})") from None

@@ -1,0 +1,81 @@
+"""Parameters of a model, taken from a checkpoint by the names on disk and checked against the shapes expected.
+
+The one place where names on disk become weights in memory, and where a plan's decision (FP8 or not, input rounded or
+not) is carried out. Knows nothing of what a model does with them.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from mtplab.checkpoint import Checkpoint, Plan
+from mtplab.errors import CheckpointError
+from mtplab.quant.block import ScaledTensor, quantize_block
+from mtplab.quant.linear import LinearWeight, PackedLinear
+
+# the text tower's names, alone or inside the multimodal wrapper
+_ROOTS = ("model.", "model.language_model.")
+
+
+class Parameters:
+    """Reads one checkpoint's tensors under one plan, in one compute dtype, onto one device."""
+
+    def __init__(
+        self, checkpoint: Checkpoint, plan: Plan, dtype: torch.dtype, device: torch.device, activation_rounding: bool
+    ):
+        self.checkpoint, self.plan, self.dtype, self.device = checkpoint, plan, dtype, device
+        self.activation_rounding = activation_rounding
+        found = [r for r in _ROOTS if f"{r}embed_tokens.weight" in checkpoint.tensors]
+        if len(found) != 1:
+            raise CheckpointError(
+                f"{checkpoint.path}: found {'both' if found else 'neither'} of "
+                f"{' and '.join(f'{r}embed_tokens.weight' for r in _ROOTS)}; expected exactly one, the embedding of "
+                "the text model"
+            )
+        self.root = found[0]
+
+    def has(self, name: str) -> bool:
+        """Whether the checkpoint has a tensor of this name."""
+        return name in self.checkpoint.tensors
+
+    def vector(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
+        """A plain tensor of this shape, in `dtype` or the compute dtype."""
+        self._expect(name, shape)
+        return self.checkpoint.dequantize(name).to(dtype or self.dtype).to(self.device)
+
+    def offset_norm(self, name: str, size: int) -> Tensor:
+        """1 + w of a zero-centred RMSNorm [size], in float32: 1 + w does not fit BF16's mantissa."""
+        return 1.0 + self.vector(name, (size,), torch.float32)
+
+    def linear(self, members: list[tuple[str, int]], in_features: int) -> PackedLinear:
+        """Weights that share an input: (module name, out features) each, with the plan's dtype and rounding."""
+        return PackedLinear([self._weight(n, (rows, in_features)) for n, rows in members], self.dtype, self.device)
+
+    def tied(self, embedding: Tensor) -> PackedLinear:
+        """A vocabulary head that shares the embedding's weight."""
+        return PackedLinear([LinearWeight("lm_head", embedding, rounded=False)], self.dtype, self.device)
+
+    def _weight(self, module: str, shape: tuple[int, int]) -> LinearWeight:
+        name = f"{module}.weight"
+        self._expect(name, shape)
+        decided = self.plan.by_name[module]
+        if decided.weight != "fp8":
+            value: Tensor | ScaledTensor = self.checkpoint.dequantize(name)
+        elif decided.scale is not None:
+            value = ScaledTensor(*self.checkpoint.scaled(name))
+        else:
+            value = quantize_block(self.checkpoint.dequantize(name))
+        return LinearWeight(module, value, rounded=decided.activation == "fp8" and self.activation_rounding)
+
+    def _expect(self, name: str, shape: tuple[int, ...]) -> None:
+        info = self.checkpoint.tensors.get(name)
+        if info is None:
+            raise CheckpointError(
+                f"{self.checkpoint.path}: tensor {name} is missing; the config asks for it with shape {list(shape)}. "
+                "If the checkpoint was converted, convert it again without dropping this tensor."
+            )
+        if tuple(info.shape) != shape:
+            raise CheckpointError(
+                f"{info.file}: tensor {name} has shape {list(info.shape)}; the config asks for {list(shape)}"
+            )

@@ -1,0 +1,85 @@
+"""One pass over t tokens of b sequences: everything the layers share, worked out once.
+
+Knows nothing of weights. Positions are absolute; slot p of a cache holds the token at position p.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mtplab.models.attend import padded_key_length
+from mtplab.models.cache import slot_index
+from mtplab.models.config import ModelConfig
+
+
+@dataclass(frozen=True)
+class Pass:
+    """Shapes, rotations, masks and cache slots of one pass.
+
+    `valid` [b] is the number of true tokens of each sequence in a prompt segment (the rest is padding), or None when
+    decoding. `rows` = b·t; exact arithmetic works on `padded` rows, the next multiple of 8.
+    """
+
+    batch: int
+    tokens: int
+    exact: bool
+    cos: Tensor  # [b, t, 1, rotary]
+    sin: Tensor  # [b, t, 1, rotary], the first half negated
+    slots: Tensor  # [2·b·t·h_kv]
+    key_length: int
+    bias: Tensor | None  # [b, t, key_length]
+    valid: Tensor | None
+
+    @property
+    def rows(self) -> int:
+        """True rows, b·t."""
+        return self.batch * self.tokens
+
+    @property
+    def padded(self) -> int:
+        """Rows of every matrix of the pass."""
+        return -(-self.rows // 8) * 8 if self.exact else self.rows
+
+
+class PassMaker:
+    """Makes the passes of one run: holds the rotary table, so that a pass only looks its rows up."""
+
+    def __init__(self, config: ModelConfig, capacity: int, dtype: torch.dtype, device: torch.device):
+        self.config, self.capacity, self.device = config, capacity, device
+        half = torch.arange(0, config.rotary_dim, 2, dtype=torch.float32, device=device)
+        inverse = 1.0 / (config.rope_theta ** (half / config.rotary_dim))
+        angle = torch.arange(capacity, dtype=torch.float32, device=device)[:, None] * inverse
+        cos, sin = angle.cos(), angle.sin()
+        self._cos = torch.cat([cos, cos], -1).to(dtype)
+        # x·cos + swap_halves(x)·sin, with the sign of the rotation folded into the table
+        self._sin = torch.cat([-sin, sin], -1).to(dtype)
+        self._keys = torch.arange(capacity, device=device)
+        self._dtype = dtype
+
+    def make(
+        self, positions: Tensor, longest: int, exact: bool, valid: Tensor | None = None, key_length: int | None = None
+    ) -> Pass:
+        """A pass over tokens at `positions` [b, t] int64, the largest of which is `longest` − 1.
+
+        `key_length` overrides how many cache slots are read (compiled steps read whole buckets).
+        """
+        b, t = positions.shape
+        length = key_length or min(padded_key_length(longest, exact), self.capacity)
+        bias = None
+        if not (b == 1 and t == 1 and length == longest):
+            hidden = self._keys[:length] > positions.unsqueeze(-1)
+            bias = torch.zeros(hidden.shape, dtype=self._dtype, device=self.device).masked_fill_(hidden, -torch.inf)
+        return Pass(
+            batch=b,
+            tokens=t,
+            exact=exact,
+            cos=self._cos[positions].unsqueeze(2),
+            sin=self._sin[positions].unsqueeze(2),
+            slots=slot_index(positions, self.config.num_kv_heads, self.capacity),
+            key_length=length,
+            bias=bias,
+            valid=valid,
+        )

@@ -1,0 +1,159 @@
+"""Qwen3.5 dense: the target's decoder and its MTP head, and where their parameters are found in a checkpoint.
+
+Layers come from `layers.py`; this file says which there are, in what order, and under what names. The architecture is
+that of transformers' `Qwen3_5ForCausalLM`; the head, which transformers does not run, is as in lmdeploy's
+`qwen3_5_mtp.py` and vLLM's: fc(cat[norm_e(embedding), norm_h(hidden)]) → one full-attention layer → norm → shared head.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from mtplab.models.cache import DeltaState, KVCache
+from mtplab.models.config import ModelConfig
+from mtplab.models.layers import MLP, Attention, GatedDelta, pad_rows, rms_norm
+from mtplab.models.parameters import Parameters
+from mtplab.models.passes import Pass
+from mtplab.quant.linear import PackedLinear
+
+Cache = KVCache | DeltaState
+
+
+@dataclass
+class DecoderLayer:
+    """norm → mixer → residual, norm → MLP → residual. Norm weights are 1+w, [hidden]."""
+
+    input_norm: Tensor
+    mixer: Attention | GatedDelta
+    post_norm: Tensor
+    mlp: MLP
+    eps: float
+
+    def __call__(self, x: Tensor, run: Pass, cache: Cache) -> Tensor:
+        x = self.mixer(x, rms_norm(x, self.input_norm, self.eps), run, cache)
+        return self.mlp(x, rms_norm(x, self.post_norm, self.eps))
+
+
+@dataclass
+class Target:
+    """Embedding, decoder layers, final norm and vocabulary head."""
+
+    config: ModelConfig
+    embedding: Tensor  # [v, hidden]
+    layers: list[DecoderLayer]
+    norm: Tensor  # 1+w, [hidden]
+    head: PackedLinear  # [v, hidden]
+
+    def __call__(self, tokens: Tensor, run: Pass, caches: list[Cache]) -> Tensor:
+        """tokens [b, t] int64 → hidden [padded rows, hidden] before the final norm; fills the caches."""
+        x = pad_rows(F.embedding(tokens.flatten(), self.embedding), run.padded)
+        for layer, cache in zip(self.layers, caches, strict=True):
+            x = layer(x, run, cache)
+        return x
+
+    def normed(self, hidden: Tensor) -> Tensor:
+        """The final norm: what the vocabulary head reads, and the MTP head by default."""
+        return rms_norm(hidden, self.norm, self.config.rms_norm_eps)
+
+    def logits(self, normed: Tensor) -> Tensor:
+        """[m, hidden] after the final norm → [m, v]."""
+        return self.head(normed)[0]
+
+
+@dataclass
+class Head:
+    """The MTP head: one layer, used again for every depth."""
+
+    config: ModelConfig
+    norm_embedding: Tensor  # 1+w
+    norm_hidden: Tensor  # 1+w
+    fc: PackedLinear  # [hidden, 2·hidden], the embedding's half first
+    layer: DecoderLayer
+    norm: Tensor  # 1+w
+
+    def __call__(self, embedded: Tensor, hidden: Tensor, run: Pass, cache: KVCache) -> Tensor:
+        """embedded, hidden [padded rows, hidden] → the head's own hidden, before `norm`."""
+        eps = self.config.rms_norm_eps
+        both = torch.cat([rms_norm(embedded, self.norm_embedding, eps), rms_norm(hidden, self.norm_hidden, eps)], -1)
+        return self.layer(self.fc(both)[0], run, cache)
+
+    def normed(self, hidden: Tensor) -> Tensor:
+        """mtp.norm: what the shared vocabulary head reads, and the next depth by default."""
+        return rms_norm(hidden, self.norm, self.config.rms_norm_eps)
+
+
+def build_target(config: ModelConfig, p: Parameters) -> Target:
+    """The target from its parameters. Raises CheckpointError for a tensor that is missing or of another shape."""
+    c, root = config, p.root
+    embedding = p.vector(f"{root}embed_tokens.weight", (c.vocab_size, c.hidden_size))
+    if c.tied_embeddings and not p.has("lm_head.weight"):
+        head = p.tied(embedding)
+    else:
+        head = p.linear([("lm_head", c.vocab_size)], c.hidden_size)
+    layers = [_layer(c, p, f"{root}layers.{i}.", kind) for i, kind in enumerate(c.layer_types)]
+    return Target(c, embedding, layers, p.offset_norm(f"{root}norm.weight", c.hidden_size), head)
+
+
+def build_head(config: ModelConfig, p: Parameters) -> Head | None:
+    """The MTP head, or None where the config promises none. Raises CheckpointError if it is promised and incomplete."""
+    c = config
+    if c.mtp_layers == 0:
+        return None
+    return Head(
+        c,
+        p.offset_norm("mtp.pre_fc_norm_embedding.weight", c.hidden_size),
+        p.offset_norm("mtp.pre_fc_norm_hidden.weight", c.hidden_size),
+        p.linear([("mtp.fc", c.hidden_size)], 2 * c.hidden_size),
+        _layer(c, p, "mtp.layers.0.", "full_attention"),
+        p.offset_norm("mtp.norm.weight", c.hidden_size),
+    )
+
+
+def _layer(c: ModelConfig, p: Parameters, at: str, kind: str) -> DecoderLayer:
+    mixer = _attention(c, p, f"{at}self_attn.") if kind == "full_attention" else _delta(c, p, f"{at}linear_attn.")
+    mlp = f"{at}mlp."
+    return DecoderLayer(
+        p.offset_norm(f"{at}input_layernorm.weight", c.hidden_size),
+        mixer,
+        p.offset_norm(f"{at}post_attention_layernorm.weight", c.hidden_size),
+        MLP(
+            p.linear([(f"{mlp}gate_proj", c.intermediate_size), (f"{mlp}up_proj", c.intermediate_size)], c.hidden_size),
+            p.linear([(f"{mlp}down_proj", c.hidden_size)], c.intermediate_size),
+        ),
+        c.rms_norm_eps,
+    )
+
+
+def _attention(c: ModelConfig, p: Parameters, at: str) -> Attention:
+    q, kv = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
+    q_norm = p.offset_norm(f"{at}q_norm.weight", c.head_dim) * c.head_dim**-0.5
+    k_norm = p.offset_norm(f"{at}k_norm.weight", c.head_dim)
+    return Attention(
+        c,
+        p.linear([(f"{at}q_proj", 2 * q), (f"{at}k_proj", kv), (f"{at}v_proj", kv)], c.hidden_size),
+        p.linear([(f"{at}o_proj", c.hidden_size)], q),
+        torch.cat([q_norm.expand(c.num_heads, -1), k_norm.expand(c.num_kv_heads, -1)]).to(p.dtype),
+    )
+
+
+def _delta(c: ModelConfig, p: Parameters, at: str) -> GatedDelta:
+    conv = p.vector(f"{at}conv1d.weight", (c.conv_dim, 1, c.conv_kernel))
+    inputs = [
+        (f"{at}in_proj_qkv", c.conv_dim),
+        (f"{at}in_proj_z", c.value_dim),
+        (f"{at}in_proj_b", c.linear_v_heads),
+        (f"{at}in_proj_a", c.linear_v_heads),
+    ]
+    return GatedDelta(
+        c,
+        p.linear(inputs, c.hidden_size),
+        p.linear([(f"{at}out_proj", c.hidden_size)], c.value_dim),
+        conv.squeeze(1).t().contiguous(),
+        -p.vector(f"{at}A_log", (c.linear_v_heads,), torch.float32).exp(),
+        p.vector(f"{at}dt_bias", (c.linear_v_heads,), torch.float32),
+        p.vector(f"{at}norm.weight", (c.linear_v_dim,), torch.float32),
+    )

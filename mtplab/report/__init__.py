@@ -1,0 +1,37 @@
+"""What a study looks like: figures, the explorer, panels for Jupyter, and one self-contained HTML file.
+
+Reads results and plans; measures nothing. Each name is imported when it is first asked for, so that a
+report can be rendered without widgets and a figure drawn without torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+_WHERE = {
+    "Picture": "picture",
+    "acceptance_by_depth": "figures",
+    "acceptance_by_position": "figures",
+    "checkpoint_map": "maps",
+    "bytes_by_part": "maps",
+    "SweepExplorer": "explorer",
+    "Panel": "panels",
+    "SweepPanel": "sweep_panel",
+    "CheckpointPanel": "checkpoint_panel",
+    "NotebookProgress": "progress",
+    "render_report": "html",
+    "resolve_path": "paths",
+}
+
+__all__ = list(_WHERE)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _WHERE:
+        raise AttributeError(f"module 'mtplab.report' has no attribute {name!r}")
+    return getattr(import_module(f"mtplab.report.{_WHERE[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_WHERE])

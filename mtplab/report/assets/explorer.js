@@ -1,0 +1,241 @@
+"use strict";
+// The explorer knows only the rows in #data. Every text goes in through textContent or setAttribute, never as markup.
+(() => {
+  const $ = (id) => document.getElementById(id);
+  const { rows, provenance, policies, weights, palette } = JSON.parse($("data").textContent);
+  for (const row of rows) row.provenance = { ...provenance, ...row.provenance };
+  const SVG = "http://www.w3.org/2000/svg";
+  const ALL = "\u0000all";
+  const shown = { policies: new Set(policies), weights: new Set(weights) };
+  let points = [], current = -1;
+
+  // control characters and direction marks are shown as code points: a name may hold anything
+  const clean = (text) => String(text).replace(/[\u0000-\u001f\u007f-\u009f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]/g,
+    (sign) => "\\u" + sign.charCodeAt(0).toString(16).padStart(4, "0"));
+  const number = (value, digits = 2) => value == null || Number.isNaN(value) ? "–" : value.toFixed(digits);
+  const percent = (value) => value == null ? "–" : (100 * value).toFixed(1) + " %";
+  function element(name, attributes = {}, text = null) {
+    const made = document.createElementNS(SVG, name);
+    for (const [key, value] of Object.entries(attributes)) made.setAttribute(key, value);
+    if (text !== null) made.textContent = text;
+    return made;
+  }
+
+  const SHAPES = {
+    circle: (r) => `M${-r},0a${r},${r} 0 1,0 ${2 * r},0a${r},${r} 0 1,0 ${-2 * r},0z`,
+    square: (r) => `M${-r},${-r}h${2 * r}v${2 * r}h${-2 * r}z`,
+    up: (r) => `M0,${-1.2 * r}L${1.15 * r},${r}H${-1.15 * r}z`,
+    diamond: (r) => `M0,${-1.35 * r}L${1.35 * r},0L0,${1.35 * r}L${-1.35 * r},0z`,
+    down: (r) => `M0,${1.2 * r}L${1.15 * r},${-r}H${-1.15 * r}z`,
+    plus: (r) => `M${-r / 2},${-1.2 * r}h${r}v${0.7 * r}h${0.7 * r}v${r}h${-0.7 * r}v${0.7 * r}h${-r}v${-0.7 * r}h${-0.7 * r}v${-r}h${0.7 * r}z`,
+    cross: (r) => `M${-r},${-r}L0,${-0.4 * r}L${r},${-r}L${0.4 * r},0L${r},${r}L0,${0.4 * r}L${-r},${r}L${-0.4 * r},0z`,
+  };
+  const colour = (policy) => palette.colours[policy];
+  const shape = (policy, r) => SHAPES[palette.markers[policies.indexOf(policy) % palette.markers.length]](r);
+  const dash = (name) => (palette.dashes[weights.indexOf(name) % palette.dashes.length] || []).join(" ");
+
+  function checks(id, names, set, sample) {
+    for (const name of names) {
+      const label = document.createElement("label"), box = document.createElement("input"), text = document.createElement("span");
+      box.type = "checkbox"; box.checked = true; text.textContent = clean(name); label.title = clean(name);
+      box.addEventListener("change", () => { if (box.checked) set.add(name); else set.delete(name); draw(); });
+      const picture = element("svg", { viewBox: "0 0 34 12", "aria-hidden": "true" });
+      sample(picture, name);
+      label.append(box, picture, text);
+      $(id).append(label);
+    }
+  }
+  checks("weights", weights, shown.weights, (picture, name) =>
+    picture.append(element("path", { d: "M1,6H33", stroke: "currentColor", "stroke-width": 2, "stroke-dasharray": dash(name) })));
+  checks("policies", policies, shown.policies, (picture, name) => {
+    picture.append(element("path", { d: "M1,6H33", stroke: colour(name), "stroke-width": 2 }),
+      element("path", { d: shape(name, 4.4), fill: colour(name), transform: "translate(17,6)" }));
+  });
+  function options(id, entries) {
+    for (const [value, text] of entries) $(id).append(new Option(text, value));
+    $(id).addEventListener("change", draw);
+    if (entries.length < 2) $(id).parentElement.hidden = true;
+  }
+  const unique = (list) => [...new Set(list)];
+  options("temperature", unique(rows.map((row) => row.temperature)).sort((a, b) => a - b)
+    .map((value) => [value, value === 0 ? "0 (greedy)" : String(value)]));
+  const domains = unique(rows.flatMap((row) => Object.keys(row.by_domain || {})));
+  options("domain", [[ALL, "all prompts"], ...(domains.length > 1 ? domains.map((name) => [name, clean(name)]) : [])]);
+  $("view").addEventListener("change", draw);
+  const depths = unique(rows.map((row) => row.depth)).sort((a, b) => a - b);
+  Object.assign($("depth"), { min: 0, max: Math.max(0, depths.length - 1), value: Math.max(0, depths.length - 1) });
+  $("depth").addEventListener("input", draw);
+
+  // a row as the chosen domain has it
+  function inDomain(row) {
+    const domain = $("domain").value;
+    if (domain === ALL) return row;
+    const part = (row.by_domain || {})[domain];
+    if (!part) return null;
+    const shares = part.per_position || [];
+    return { ...row, ...part, conditional: part.conditional || shares.map((share, j) => j === 0 ? share : shares[j - 1] > 0 ? share / shares[j - 1] : null),
+      tokens_per_second: null };
+  }
+  const visible = () => rows.filter((row) => row.error == null && String(row.temperature) === $("temperature").value
+    && shown.policies.has(row.policy_label) && shown.weights.has(row.weights_label))
+    .map(inDomain).filter((row) => row && row.acceptance_length != null);
+  const chosenDepth = () => depths[+$("depth").value];
+
+  function seriesOf(list, view, depth) {
+    const groups = new Map();
+    for (const row of list) {
+      if (!groups.has(row.series)) groups.set(row.series, { name: row.series, policy: row.policy_label, weights: row.weights_label, points: [] });
+      const group = groups.get(row.series);
+      if (view === "depth") group.points.push({ x: row.depth, y: row.acceptance_length, row });
+      else if (row.depth === depth) (row[view] || []).forEach((share, j) => share != null && group.points.push({ x: j + 1, y: 100 * share, row }));
+    }
+    for (const group of groups.values()) group.points.sort((a, b) => a.x - b.x);
+    return [...groups.values()].filter((group) => group.points.length);
+  }
+
+  function ticks(low, high, wanted) {
+    const raw = (high - low) / wanted, base = 10 ** Math.floor(Math.log10(raw || 1));
+    const step = [1, 2, 2.5, 5, 10].map((factor) => factor * base).find((candidate) => candidate >= raw);
+    const out = [];
+    for (let value = Math.ceil(low / step - 1e-9) * step; value <= high + 1e-9; value += step) out.push(+value.toFixed(6));
+    return out;
+  }
+
+  function draw() {
+    const view = $("view").value, depth = chosenDepth(), list = visible(), series = seriesOf(list, view, depth);
+    $("depth-value").textContent = depth ?? "";
+    $("depth").setAttribute("aria-valuetext", `depth ${depth}`);
+    const chart = $("chart"), box = $("stage").getBoundingClientRect();
+    const width = Math.max(260, box.width), height = Math.max(160, box.height);
+    chart.setAttribute("viewBox", `0 0 ${width} ${height}`);
+    chart.replaceChildren();
+    points = []; select(-1);
+    const edge = { left: 58, right: 14, top: 10, bottom: 44 };
+    const xs = view === "depth" ? depths : series.flatMap((group) => group.points.map((point) => point.x));
+    const ys = series.flatMap((group) => group.points.map((point) => point.y));
+    const lowX = Math.min(...xs, 1), highX = Math.max(...xs, lowX + 1);
+    const lowY = view === "depth" ? Math.min(1, ...ys) : 0, highY = view === "depth" ? Math.max(1.5, ...ys) : 100;
+    const pad = (highX - lowX) * 0.04;
+    const x = (value) => edge.left + (value - lowX + pad) / (highX - lowX + 2 * pad) * (width - edge.left - edge.right);
+    const y = (value) => height - edge.bottom - (value - lowY) / (highY * 1.03 - lowY) * (height - edge.top - edge.bottom);
+    for (const value of ticks(lowY, highY, 7)) {
+      chart.append(element("line", { class: "grid", x1: edge.left, x2: width - edge.right, y1: y(value), y2: y(value) }),
+        element("text", { x: edge.left - 8, y: y(value) + 4, "text-anchor": "end" }, String(value)));
+    }
+    for (let value = lowX; value <= highX; value += Math.ceil((highX - lowX) / 16)) {
+      chart.append(element("text", { x: x(value), y: height - edge.bottom + 18, "text-anchor": "middle" }, String(value)));
+    }
+    const middle = edge.top + (height - edge.top - edge.bottom) / 2;
+    chart.append(element("text", { class: "soft", x: (edge.left + width - edge.right) / 2, y: height - 8, "text-anchor": "middle" },
+      view === "depth" ? "Draft depth k (draft tokens per round)" : `Draft position j in the round (depth ${depth})`),
+      element("text", { class: "soft", transform: `translate(15,${middle}) rotate(-90)`, "text-anchor": "middle" },
+        view === "depth" ? "Acceptance length (tokens per round)" : "Share of rounds (%)"));
+    if (view === "depth") chart.append(element("line", { class: "chosen", x1: x(depth), x2: x(depth), y1: edge.top, y2: height - edge.bottom }));
+    // equal points are set side by side, or the last line drawn would hide the others
+    const spread = Math.min(5, 26 / Math.max(1, series.length));
+    const dots = document.createDocumentFragment();
+    series.forEach((group, index) => {
+      const shift = (index - (series.length - 1) / 2) * spread;
+      const path = group.points.map((point, i) => `${i ? "L" : "M"}${x(point.x) + shift},${y(point.y)}`).join("");
+      chart.append(element("path", { class: "series", d: path, stroke: colour(group.policy), "stroke-dasharray": dash(group.weights) }));
+      for (const point of group.points) {
+        const dot = element("path", { class: "dot", d: shape(group.policy, 4.6), fill: colour(group.policy),
+          transform: `translate(${x(point.x) + shift},${y(point.y)})` });
+        const at = points.push({ ...point, group, index, dot, px: x(point.x) + shift, py: y(point.y) }) - 1;
+        dot.addEventListener("pointerenter", () => select(at));
+        dots.append(dot);
+      }
+    });
+    chart.append(dots);
+    if (!series.length) chart.append(element("text", { x: width / 2, y: height / 2, "text-anchor": "middle" }, "No rows for this choice."));
+    summary(list, depth);
+    fillTable(list, depth);
+  }
+
+  function summary(list, depth) {
+    const here = list.filter((row) => row.depth === depth).sort((a, b) => b.acceptance_length - a.acceptance_length);
+    const failed = rows.filter((row) => row.error != null).length;
+    const best = here[0];
+    $("summary").textContent = (best
+      ? `At depth ${depth}, ${here.length} setting${here.length > 1 ? "s" : ""}: from ${number(here[here.length - 1].acceptance_length)} to ${number(best.acceptance_length)} tokens per round; most with ${clean(best.series)}.`
+      : `No rows at depth ${depth} for this choice.`) + (failed ? ` ${failed} rows failed and are left out.` : "");
+  }
+
+  const COLUMNS = [
+    ["Kept out of FP8", (row) => clean(row.weights_label)], ["KV cache", (row) => clean(row.policy_label)],
+    ["Depth", (row) => String(row.depth)], ["Tokens / round", (row) => number(row.acceptance_length, 3)],
+    ["Accepted", (row) => row.drafted ? percent(row.accepted / row.drafted) : "–"], ["Draft 1", (row) => percent((row.per_position || [])[0])],
+    ["Rounds", (row) => number(row.rounds, 0)], ["Tokens", (row) => number(row.tokens, 0)], ["KL (nats)", (row) => number(row.kl, 4)],
+    ["Top-1 agreement", (row) => percent(row.top1_agreement)], ["Perplexity", (row) => number(row.perplexity, 2)],
+    ["KV B/token", (row) => number(row.kv_bytes_per_token, 0)], ["Weights, MB", (row) => number((row.target_weight_bytes + row.draft_weight_bytes) / 1e6)],
+  ];
+  function fillTable(list, depth) {
+    const columns = COLUMNS.filter(([, read]) => list.some((row) => !["–", "NaN"].includes(read(row))));
+    const table = document.createElement("table"), head = table.createTHead().insertRow(), body = table.createTBody();
+    for (const [title] of columns) { const cell = document.createElement("th"); cell.scope = "col"; cell.textContent = title; head.append(cell); }
+    for (const row of list) {
+      const line = body.insertRow();
+      if (row.depth === depth) line.className = "chosen";
+      for (const [, read] of columns) line.insertCell().textContent = read(row);
+    }
+    $("table").replaceChildren(table);
+  }
+
+  function select(at) {
+    if (points[current]) points[current].dot.classList.remove("on");
+    current = at;
+    const tip = $("tip"), point = points[at];
+    tip.hidden = !point;
+    if (!point) return;
+    point.dot.classList.add("on");
+    point.dot.parentNode.append(point.dot);
+    const { row } = point, view = $("view").value, title = document.createElement("b");
+    title.textContent = clean(point.group.name);
+    const text = view === "depth"
+      ? `depth ${row.depth}: ${number(row.acceptance_length, 3)} tokens per round, ${row.accepted} of ${row.drafted} drafts accepted in ${row.rounds} rounds`
+      : `depth ${row.depth}, position ${point.x}: ${number(point.y, 1)} % of rounds`;
+    tip.replaceChildren(title, text);
+    const box = $("stage").getBoundingClientRect(), size = tip.getBoundingClientRect();
+    tip.style.left = Math.max(0, Math.min(point.px + 14, box.width - size.width - 4)) + "px";
+    tip.style.top = Math.max(0, point.py - size.height - 12 > 0 ? point.py - size.height - 12 : point.py + 14) + "px";
+  }
+
+  $("chart").addEventListener("pointerleave", () => { if (document.activeElement !== $("chart")) select(-1); });
+  $("chart").addEventListener("blur", () => select(-1));
+  $("chart").addEventListener("keydown", (event) => {
+    if (!points.length) return;
+    const from = points[current], along = { ArrowLeft: -1, ArrowRight: 1 }[event.key], across = { ArrowUp: -1, ArrowDown: 1 }[event.key];
+    if (event.key === "Escape") return select(-1);
+    if (along === undefined && across === undefined) return;
+    event.preventDefault();
+    if (!from) return select(0);
+    if (along) {
+      const next = points[current + along];
+      if (next && next.index === from.index) select(current + along);
+    } else {
+      // the same x on the line whose value comes next, up or down the chart
+      const column = points.map((point, at) => ({ ...point, at })).filter((point) => point.x === from.x).sort((a, b) => b.y - a.y || a.index - b.index);
+      const next = column[column.findIndex((point) => point.at === current) + across];
+      if (next) select(next.at);
+    }
+  });
+  $("controls").addEventListener("submit", (event) => event.preventDefault());
+  $("toggle").addEventListener("click", () => {
+    const table = $("toggle").getAttribute("aria-pressed") !== "true";
+    $("toggle").setAttribute("aria-pressed", String(table));
+    $("table").hidden = !table; $("chart").toggleAttribute("hidden", table); $("hint").hidden = table;
+    select(-1);
+    if (!table) draw();
+  });
+  $("download").addEventListener("click", () => {
+    const own = new Set(["policy_label", "weights_label", "series"]);
+    const plain = rows.map((row) => Object.fromEntries(Object.entries(row).filter(([key]) => !own.has(key))));
+    const link = document.createElement("a");
+    link.href = URL.createObjectURL(new Blob([JSON.stringify(plain, null, 1)], { type: "application/json" }));
+    link.download = "rows.json";
+    link.click();
+    setTimeout(() => URL.revokeObjectURL(link.href), 10000);
+  });
+  new ResizeObserver(draw).observe($("stage"));
+  draw();
+})();

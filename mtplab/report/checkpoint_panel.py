@@ -1,0 +1,92 @@
+"""The checkpoint panel: what each module becomes under an exclusion set, as a map and a table.
+
+Reads a plan and its modules; opens nothing but headers and knows no rule.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+import ipywidgets as widgets
+
+from mtplab.errors import MtplabError
+from mtplab.report.maps import checkpoint_map
+from mtplab.report.panels import Panel, Progress
+from mtplab.report.sweep_panel import module_globs
+from mtplab.report.tables import plan_table
+from mtplab.report.text import human_bytes, plain
+
+__all__ = ["CheckpointPanel"]
+
+AS_PUBLISHED, OWN = "as published", "the modules picked below"
+AS_STORED, ONLINE = "as stored", "FP8, quantised as it is loaded"
+
+_LABEL = {"description_width": "130px"}
+_WIDE = widgets.Layout(width="min(460px, 100%)")
+
+
+class CheckpointPanel(Panel):
+    """Which module is FP8, which is not, and the rule that decided; it follows every choice at once.
+
+    Args:
+        checkpoint: a path, or a checkpoint that `mtplab.open_checkpoint` gave.
+    """
+
+    title = "Checkpoint"
+    run_label = "Show"
+
+    def __init__(self, checkpoint: Any):
+        if not callable(getattr(checkpoint, "plan", None)):
+            from mtplab.checkpoint import open_checkpoint
+
+            checkpoint = open_checkpoint(checkpoint)
+        self.checkpoint = checkpoint
+        self._globs = module_globs(checkpoint.plan())
+        super().__init__()
+        for widget in self._widgets.values():
+            widget.observe(lambda _: self._follow(), names="value")
+
+    def inputs(self) -> dict[str, widgets.Widget]:
+        return {
+            "format": widgets.Dropdown(options=(AS_STORED, ONLINE), description="Weights", style=_LABEL, layout=_WIDE),
+            "exclude": widgets.Dropdown(
+                options=(AS_PUBLISHED, "none", "mtp.*", OWN),
+                description="Kept out of FP8",
+                style=_LABEL,
+                layout=_WIDE,
+            ),
+            "modules": widgets.SelectMultiple(
+                options=[(plain(glob), glob) for glob in self._globs],
+                description="Modules",
+                rows=6,
+                style=_LABEL,
+                layout=_WIDE,
+            ),
+            "search": widgets.Text(
+                placeholder="part of a name",
+                description="List only",
+                continuous_update=False,
+                style=_LABEL,
+                layout=_WIDE,
+            ),
+        }
+
+    def work(self, config: Mapping[str, Any], progress: Progress, cancel: threading.Event) -> Any:
+        choice = config["exclude"]
+        exclude = {AS_PUBLISHED: None, "none": "none", OWN: list(config["modules"])}.get(choice, [choice])
+        return self.checkpoint.plan(exclude=exclude, model_format="fp8" if config["format"] == ONLINE else None)
+
+    def draw(self, result: Any) -> None:
+        self.show_picture(checkpoint_map(result))
+        part = self._widgets["search"].value.strip().lower()
+        found = [module for module in result.modules if part in module.name.lower()]
+        total = human_bytes(sum(module.nbytes for module in found))
+        self.table.value = plan_table(found, f"{len(found)} of {len(result.modules)} modules, {total} as stored")
+
+    def _follow(self) -> None:
+        # a failure is already written into the panel; raising here would only reach the kernel's log
+        with contextlib.suppress(MtplabError):
+            self.run(block=True)

@@ -1,0 +1,179 @@
+"""Figures of a study: acceptance length by depth, and acceptance by draft position.
+
+Every function takes result rows and gives a `Picture`. Nothing here measures, reads a file or knows a
+model; what a row lacks is left out of the drawing and said in the alt text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.ticker import MaxNLocator
+
+from mtplab.report.palette import DASHES, GRID, INK, MARKERS, PAPER, policy_colours
+from mtplab.report.picture import Picture
+from mtplab.report.rows import Record, as_records, group_series
+from mtplab.report.text import plain, plot_label
+
+__all__ = ["acceptance_by_depth", "acceptance_by_position", "new_figure", "style_axes"]
+
+WIDTH = 9.0  # inches; 990 px at the default dpi, so that it is still readable scaled to 800
+
+
+def new_figure(height: float, width: float = WIDTH) -> Figure:
+    """An empty figure in the house style, laid out so that legends and labels are never cut."""
+    return Figure(figsize=(width, height), layout="constrained", facecolor=PAPER)
+
+
+def style_axes(axes: Axes, title: str, x: str, y: str) -> None:
+    """Title, axis labels (with units), a light grid behind the data, no box."""
+    axes.set_title(title, loc="left", fontsize=12, fontweight="bold", color=INK)
+    axes.set_xlabel(x, fontsize=11, color=INK)
+    axes.set_ylabel(y, fontsize=11, color=INK)
+    axes.grid(True, color=GRID, linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.tick_params(labelsize=10, colors=INK)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+
+
+class _Signs:
+    """Colour and marker say the cache policy, the dash says the exclusion set: the same in every figure."""
+
+    def __init__(self, records: Sequence[Record]):
+        self.policies = list(dict.fromkeys(record["policy_label"] for record in records))
+        self.weights = list(dict.fromkeys(record["weights_label"] for record in records))
+        self.colours = policy_colours(self.policies)
+
+    def line(self, record: Record) -> dict[str, Any]:
+        policy = self.policies.index(record["policy_label"])
+        dash = DASHES[self.weights.index(record["weights_label"]) % len(DASHES)]
+        return {
+            "color": self.colours[record["policy_label"]],
+            "marker": MARKERS[policy % len(MARKERS)],
+            "linestyle": "-" if dash is None else (0, dash),
+            "markersize": 6,
+            "linewidth": 1.8,
+            "markeredgecolor": PAPER,
+            "markeredgewidth": 0.6,
+        }
+
+    def legend(self, figure: Figure) -> None:
+        """One legend beside the axes: policies by colour and marker, exclusion sets by dash."""
+        handles: list[Line2D] = [Line2D([], [], linestyle="none", label="KV cache")]
+        handles += [
+            Line2D([], [], color=self.colours[name], marker=MARKERS[i % len(MARKERS)], label=plot_label(name, 34))
+            for i, name in enumerate(self.policies)
+        ]
+        handles.append(Line2D([], [], linestyle="none", label="Kept out of FP8"))
+        for i, name in enumerate(self.weights):
+            dash = DASHES[i % len(DASHES)]
+            style = "-" if dash is None else (0, dash)
+            handles.append(Line2D([], [], color=INK, linestyle=style, label=plot_label(name, 34)))
+        legend = figure.legend(handles=handles, loc="outside right upper", frameon=False, fontsize=10, handlelength=3.2)
+        for text in legend.get_texts():
+            if text.get_text() in ("KV cache", "Kept out of FP8"):
+                text.set_fontweight("bold")
+
+
+def _shift(index: int, count: int, width: float = 0.26) -> float:
+    """Sideways shift of series `index` of `count`, so that equal points lie side by side, not on top."""
+    return 0.0 if count < 2 else (index / (count - 1) - 0.5) * min(width, 0.07 * (count - 1))
+
+
+def acceptance_by_depth(rows: Any, title: str = "Acceptance length by draft depth") -> Picture:
+    """Acceptance length (tokens per round) against depth, one line per cache policy × exclusion set.
+
+    Args:
+        rows: rows of a sweep, or dicts with the same fields.
+    """
+    records = as_records(rows)
+    series = group_series(records)
+    figure = new_figure(4.4)
+    axes = figure.add_subplot()
+    style_axes(
+        axes,
+        plot_label(title, 90),
+        "Draft depth k (draft tokens per round)",
+        "Acceptance length (tokens per round)",
+    )
+    if not series:
+        return Picture(_nothing(figure, axes), "Acceptance length by depth: there are no finished rows to draw.")
+    signs = _Signs([found[0] for found in series.values()])
+    for index, found in enumerate(series.values()):
+        shift = _shift(index, len(series))
+        axes.plot(
+            [record["depth"] + shift for record in found],
+            [record["acceptance_length"] for record in found],
+            **signs.line(found[0]),
+        )
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.set_ylim(bottom=min(1.0, *axes.get_ylim()))
+    signs.legend(figure)
+    return Picture(figure, _depth_alt(series))
+
+
+def _depth_alt(series: dict[str, list[Record]]) -> str:
+    sentences = []
+    for name, found in series.items():
+        best = max(found, key=lambda record: record["acceptance_length"])
+        sentences.append(f"{plain(name)}: at most {best['acceptance_length']:.2f} at depth {best['depth']}")
+    more = f", and {len(sentences) - 8} more lines" if len(sentences) > 8 else ""
+    return f"Line chart, acceptance length in tokens per round by draft depth. {'; '.join(sentences[:8])}{more}."
+
+
+def acceptance_by_position(rows: Any, depth: int | None = None) -> Picture:
+    """Acceptance by draft position at one depth, in two panels: unconditional and conditional.
+
+    Args:
+        rows: rows of a sweep, or dicts with the same fields.
+        depth: which depth's rows to draw; the deepest one when not given.
+    """
+    series = group_series(as_records(rows))
+    depths = sorted({record["depth"] for found in series.values() for record in found if record["depth"] > 0})
+    figure = new_figure(4.4)
+    left, right = figure.subplots(1, 2, sharey=True)
+    position = "Draft position j in the round"
+    style_axes(left, "Drafts 1…j all accepted", position, "Share of rounds (%)")
+    style_axes(right, "Draft j, given 1…j−1", position, "")
+    if not depths:
+        return Picture(_nothing(figure, left, right), "Acceptance by position: there are no rows with a draft.")
+    chosen = depth if depth in depths else depths[-1]
+    found = [record for rows_ in series.values() for record in rows_ if record["depth"] == chosen]
+    signs = _Signs(found)
+    for index, record in enumerate(found):
+        shift = _shift(index, len(found))
+        for axes, key in ((left, "per_position"), (right, "conditional")):
+            shares = record.get(key) or []
+            axes.plot(
+                [j + shift for j in range(1, len(shares) + 1)],
+                [float("nan") if share is None else 100 * share for share in shares],
+                **signs.line(record),
+            )
+    for axes in (left, right):
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.set_ylim(0, 102)
+    signs.legend(figure)
+    return Picture(figure, _position_alt(found, chosen))
+
+
+def _position_alt(found: list[Record], depth: int) -> str:
+    parts = []
+    for record in found[:8]:
+        shares = [share for share in record.get("per_position") or [] if share is not None]
+        if shares:
+            parts.append(
+                f"{plain(record['series'])}: {100 * shares[0]:.0f} % at draft 1, {100 * shares[-1]:.0f} % at {len(shares)}"
+            )
+    more = f", and {len(found) - 8} more lines" if len(found) > 8 else ""
+    return f"Two line charts at depth {depth}: share of rounds in which drafts up to j were accepted, and the same given the ones before. {'; '.join(parts)}{more}."
+
+
+def _nothing(figure: Figure, *axes: Axes) -> Figure:
+    for each in axes:
+        each.text(0.5, 0.5, "nothing to draw yet", ha="center", va="center", transform=each.transAxes, color=INK)
+    return figure

@@ -1,0 +1,127 @@
+"""Figures of a checkpoint's plan: which module is stored how, and where the bytes are.
+
+Reads only a resolved `Plan` (names, kinds, dtypes, sizes); opens no file and knows no rule.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from typing import Any
+
+from matplotlib.patches import Patch, Rectangle
+
+from mtplab.report.figures import new_figure, style_axes
+from mtplab.report.palette import DTYPE_COLOURS, DTYPE_INK, INK, PAPER
+from mtplab.report.picture import Picture
+from mtplab.report.text import human_bytes, plot_label
+
+__all__ = ["bytes_by_part", "checkpoint_map"]
+
+_LAYER = re.compile(r"^(?P<root>.*?)layers\.(?P<layer>\d+)\.(?P<rest>.+)$")
+_NAMES = {"fp8": "FP8 with a scale per block", "bf16": "BF16", "f16": "FP16", "f32": "FP32", "other": "other"}
+_BITS = {"fp8": "8", "bf16": "16", "f16": "16", "f32": "32", "other": "?"}
+
+
+def _place(module: Any) -> tuple[tuple[int, int, str], str]:
+    """(row key, column) of a module: rows are layers, target before draft; columns are kinds of module."""
+    found = _LAYER.match(module.name)
+    draft = module.part == "draft"
+    if found:
+        layer = int(found["layer"])
+        label = f"draft layer {layer}" if draft else f"layer {layer}"
+        return (1 if draft else 0, layer, label), found["rest"]
+    if draft:
+        return (2, 0, "draft, outside"), module.name.rsplit(".", 1)[-1]
+    return (-1, 0, "outside the layers"), module.name.rsplit(".", 1)[-1]
+
+
+def _weight(module: Any) -> str:
+    return module.weight if module.weight in DTYPE_COLOURS else "other"
+
+
+def checkpoint_map(plan: Any) -> Picture:
+    """Modules of a plan as coloured cells: layers as rows, kinds of module as columns.
+
+    The number in a cell is the bits per weight; a dot after it says that activations are rounded to FP8 too.
+
+    Args:
+        plan: a resolved plan, with `.modules` (name, part, weight, activation, nbytes).
+    """
+    cells: dict[tuple[tuple[int, int, str], str], Any] = {}
+    for module in plan.modules:
+        cells[_place(module)] = module
+    rows = sorted({row for row, _ in cells})
+    columns = list(dict.fromkeys(column for _, column in cells))
+    figure = new_figure(max(2.6, 1.9 + 0.34 * len(rows)))
+    axes = figure.add_subplot()
+    style_axes(axes, "How each module's weight is held", "", "")
+    axes.grid(False)
+    for (row, column), module in cells.items():
+        x, y, weight = columns.index(column), rows.index(row), _weight(module)
+        axes.add_patch(Rectangle((x, y), 1, 1, facecolor=DTYPE_COLOURS[weight], edgecolor=PAPER, linewidth=1.5))
+        label = _BITS[weight] + ("·" if module.activation == "fp8" else "")
+        axes.text(x + 0.5, y + 0.52, label, ha="center", va="center", fontsize=8, color=DTYPE_INK[weight])
+    axes.set_xlim(0, len(columns))
+    axes.set_ylim(len(rows), 0)
+    axes.set_xticks([i + 0.5 for i in range(len(columns))])
+    axes.set_xticklabels([plot_label(name, 28) for name in columns], rotation=50, ha="right", rotation_mode="anchor")
+    axes.set_yticks([i + 0.5 for i in range(len(rows))])
+    axes.set_yticklabels([label for *_, label in rows])
+    axes.tick_params(length=0, labelsize=9)
+    axes.spines[:].set_visible(False)
+    present = [name for name in DTYPE_COLOURS if any(_weight(module) == name for module in plan.modules)]
+    handles = [Patch(facecolor=DTYPE_COLOURS[name], label=f"{_BITS[name]} · {_NAMES[name]}") for name in present]
+    if any(module.activation == "fp8" for module in plan.modules):
+        handles.append(Patch(facecolor="none", label="8· activations rounded to FP8 too"))
+    figure.legend(handles=handles, loc="outside upper center", frameon=False, fontsize=10, ncols=len(handles))
+    return Picture(figure, _map_alt(plan))
+
+
+def _map_alt(plan: Any) -> str:
+    counts: dict[str, dict[str, int]] = defaultdict(lambda: defaultdict(int))
+    for module in plan.modules:
+        counts[module.part][_weight(module)] += 1
+    parts = [
+        f"{part}: " + ", ".join(f"{count} {_NAMES[weight].split()[0]}" for weight, count in weights.items())
+        for part, weights in counts.items()
+    ]
+    return "Map of the checkpoint, one row per layer and one column per kind of module. " + "; ".join(parts) + "."
+
+
+def bytes_by_part(plan: Any) -> Picture:
+    """Stored bytes of each part (target, draft, embedding, head), stacked by storage dtype."""
+    sums: dict[str, dict[str, int]] = defaultdict(lambda: defaultdict(int))
+    for module in plan.modules:
+        sums[module.part][_weight(module)] += module.nbytes
+    parts = [part for part in ("target", "draft", "embedding", "head") if part in sums]
+    parts += [part for part in sums if part not in parts]
+    largest = max((sum(sums[part].values()) for part in parts), default=0)
+    unit, divisor = ("GB", 1e9) if largest >= 1e9 else ("MB", 1e6) if largest >= 1e6 else ("kB", 1e3)
+    figure = new_figure(1.5 + 0.42 * max(1, len(parts)))
+    axes = figure.add_subplot()
+    style_axes(axes, "Where the bytes are", f"Stored size, scales included ({unit})", "")
+    axes.grid(False, axis="y")
+    shown = [name for name in DTYPE_COLOURS if any(sums[part].get(name) for part in parts)]
+    for y, part in enumerate(parts):
+        left = 0.0
+        for name in shown:
+            size = sums[part].get(name, 0) / divisor
+            axes.barh(y, size, left=left, color=DTYPE_COLOURS[name], height=0.62, edgecolor=PAPER, linewidth=1)
+            left += size
+        axes.text(left, y, f" {human_bytes(sum(sums[part].values()))}", va="center", fontsize=10, color=INK)
+    axes.set_yticks(range(len(parts)), parts)
+    axes.invert_yaxis()
+    axes.margins(x=0.14)
+    axes.set_xlim(left=0)
+    handles = [Patch(facecolor=DTYPE_COLOURS[name], label=_NAMES[name]) for name in shown]
+    figure.legend(handles=handles, loc="outside right upper", frameon=False, fontsize=10)
+    said = "; ".join(
+        f"{part} {human_bytes(sum(sums[part].values()))} ("
+        + ", ".join(
+            f"{_NAMES[name].split()[0]} {human_bytes(sums[part][name])}" for name in shown if sums[part].get(name)
+        )
+        + ")"
+        for part in parts
+    )
+    return Picture(figure, f"Bar chart of stored bytes by part and dtype. {said}.")

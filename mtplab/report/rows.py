@@ -1,0 +1,81 @@
+"""Result rows as figures, explorer and panels read them: plain dicts, each with the labels of its series.
+
+A row may come as a `ResultRow`, as a dict read from JSON, or inside a sweep's result. This module does not
+know how a row was measured; a field that is missing stays None and is drawn as a gap, never as a zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from mtplab.errors import ConfigError
+
+__all__ = ["Record", "as_records", "group_series", "policy_label", "weights_label"]
+
+Record = dict[str, Any]
+
+
+def as_records(rows: Any) -> list[Record]:
+    """Every row as a dict with three more keys: `policy_label`, `weights_label` and `series`.
+
+    Args:
+        rows: a sweep's result (anything with `.rows`), or an iterable of rows (pydantic models or mappings).
+
+    Raises:
+        ConfigError: something in `rows` is not a row, that is, it has no `depth`.
+    """
+    items: Iterable[Any] = getattr(rows, "rows", rows)
+    records = []
+    for position, item in enumerate(items):
+        dump = getattr(item, "model_dump", None)
+        record = dict(dump(mode="json", by_alias=True)) if dump else dict(item) if isinstance(item, Mapping) else {}
+        if "depth" not in record:
+            raise ConfigError(
+                f"row {position} is a {type(item).__name__} without `depth`; "
+                "give rows of mtplab.sweep or dicts with the same fields"
+            )
+        records.append(record)
+    several = {_origin(record) for record in records}
+    for record in records:
+        record["policy_label"] = policy_label(record)
+        record["weights_label"] = weights_label(record, with_origin=len(several) > 1)
+        record["series"] = f"{record['weights_label']} · cache {record['policy_label']}"
+    return records
+
+
+def policy_label(record: Mapping[str, Any]) -> str:
+    """`int8`, or `int8 (draft none)` where the draft's cache differs."""
+    target = str(record.get("quant_policy") or "none")
+    draft = record.get("draft_quant_policy")
+    return target if draft in (None, target) else f"{target} (draft {draft})"
+
+
+def weights_label(record: Mapping[str, Any], with_origin: bool = False) -> str:
+    """The exclusion set in a few words; with the checkpoint and format before it where a study mixes them."""
+    label = str(record.get("exclude_label") or _globs(record.get("exclude")) or "published")
+    draft = record.get("draft_exclude")
+    if draft is not None and draft != record.get("exclude") and _globs(draft) not in label:
+        label += f" (draft: {_globs(draft) or 'none'})"
+    return f"{_origin(record)}: {label}" if with_origin else label
+
+
+def _globs(exclude: Any) -> str:
+    if exclude is None:
+        return ""
+    return exclude if isinstance(exclude, str) else ", ".join(str(glob) for glob in exclude) or "none"
+
+
+def _origin(record: Mapping[str, Any]) -> str:
+    name = str(record.get("checkpoint") or "model").rstrip("/").rsplit("/", 1)[-1]
+    model_format = record.get("model_format")
+    return f"{name} as {model_format}" if model_format else name
+
+
+def group_series(records: list[Record]) -> dict[str, list[Record]]:
+    """series -> its rows that have a result, sorted by depth; series in the order they first appear."""
+    series: dict[str, list[Record]] = {}
+    for record in records:
+        if record.get("error") is None and record.get("acceptance_length") is not None:
+            series.setdefault(record["series"], []).append(record)
+    return {name: sorted(found, key=lambda record: record["depth"]) for name, found in series.items()}

@@ -1,0 +1,243 @@
+"""The sweep panel: pick depths, exclusions, cache policies and prompts, run, and see lines grow.
+
+Turns widgets into the arguments of `mtplab.sweep` and draws its rows; how a row is measured is not known
+here, and tests give a sweep of their own.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import ipywidgets as widgets
+
+from mtplab.errors import ConfigError
+from mtplab.report.figures import acceptance_by_depth
+from mtplab.report.panels import Panel, Progress
+from mtplab.report.tables import acceptance_table
+from mtplab.report.text import plain
+
+__all__ = ["SweepPanel", "module_globs"]
+
+PRESETS = ("published", "none", "mtp.*")
+SAME = "same as target"
+ALL_PROMPTS, OWN_TEXT = "all bundled prompts", "my own text below"
+
+_LABEL = {"description_width": "130px"}
+_WIDE = widgets.Layout(width="min(460px, 100%)")
+
+
+def module_globs(plan: Any) -> list[str]:
+    """Globs worth offering for a plan: one per kind of linear module over all layers, then every module.
+
+    Names are as they stand on disk; `*.mlp.down_proj` stands for that module in every layer, the draft's too.
+    """
+    linear = [module.name for module in plan.modules if module.kind == "linear"]
+    kinds: dict[str, int] = {}
+    for name in linear:
+        if ".layers." in name or name.startswith("layers."):
+            kind = name.split("layers.", 1)[1].partition(".")[2]
+            kinds[f"*.{kind}"] = kinds.get(f"*.{kind}", 0) + 1
+    return [glob for glob, count in kinds.items() if count > 1] + linear
+
+
+class SweepPanel(Panel):
+    """Acceptance length by depth for the settings chosen, live in a notebook.
+
+    Args:
+        checkpoint: path of a checkpoint folder (or a loaded model, as `mtplab.sweep` takes it).
+        depths: lowest and highest depth to start with, 0 … 16.
+        exclude: preset exclusion sets that are ticked to start with, from "published", "none", "mtp.*".
+        policies: cache policies offered, in this order; the first one is chosen.
+        modules: globs offered for an exclusion set of one's own; read from the plan of `checkpoint` when None.
+        prompts: whatever `mtplab.sweep` takes; None for the bundled prompts, which are offered by domain.
+        domains: names of the domains among the prompts, offered one by one.
+        model_format: "fp8" to quantise a BF16 checkpoint as it is loaded.
+        results: folder in which finished points are kept and found again.
+        sweep: the function that does the work; `mtplab.sweep` when None.
+        options: further arguments of the sweep, passed on as they are.
+    """
+
+    title = "Sweep"
+    run_label = "Run sweep"
+
+    def __init__(
+        self,
+        checkpoint: Any,
+        *,
+        depths: tuple[int, int] = (0, 6),
+        exclude: Sequence[str] = ("published",),
+        policies: Sequence[str] = ("none", "int8", "int4", "fp8_e4m3", "fp8_e5m2"),
+        modules: Sequence[str] | None = None,
+        prompts: Any = None,
+        domains: Sequence[str] = (),
+        max_new_tokens: int = 48,
+        model_format: str | None = None,
+        results: str | Path = "results",
+        sweep: Callable[..., Any] | None = None,
+        **options: Any,
+    ):
+        self.checkpoint = checkpoint
+        self.prompts, self.results, self.model_format = prompts, results, model_format
+        self._sweep, self._options = sweep, options
+        self._start = (depths, tuple(exclude), tuple(policies), tuple(domains), max_new_tokens)
+        if modules is None:
+            modules = module_globs(_plan_of(checkpoint))
+        self._modules = list(modules)
+        self._last_draw = 0.0
+        super().__init__()
+
+    def inputs(self) -> dict[str, widgets.Widget]:
+        depths, exclude, policies, domains, max_new_tokens = self._start
+        return {
+            "depths": widgets.IntRangeSlider(
+                value=depths, min=0, max=16, description="Draft depths", style=_LABEL, layout=_WIDE
+            ),
+            **{
+                f"preset {name}": widgets.Checkbox(
+                    value=name in exclude, description=name, indent=False, layout=widgets.Layout(width="auto")
+                )
+                for name in PRESETS
+            },
+            "modules": widgets.SelectMultiple(
+                options=[(plain(glob), glob) for glob in self._modules],
+                description="Also keep out",
+                rows=6,
+                style=_LABEL,
+                layout=_WIDE,
+            ),
+            "policies": widgets.SelectMultiple(
+                options=policies,
+                value=policies[:1],
+                description="Target KV cache",
+                rows=len(policies),
+                style=_LABEL,
+                layout=_WIDE,
+            ),
+            "draft_policy": widgets.Dropdown(
+                options=(SAME, *policies), description="Draft KV cache", style=_LABEL, layout=_WIDE
+            ),
+            "temperature": widgets.FloatSlider(
+                value=0.0, min=0.0, max=1.5, step=0.1, description="Temperature", style=_LABEL, layout=_WIDE
+            ),
+            "new_tokens": widgets.IntSlider(
+                value=max_new_tokens,
+                min=8,
+                max=256,
+                step=8,
+                description="New tokens",
+                style=_LABEL,
+                layout=_WIDE,
+            ),
+            "prompts": widgets.Dropdown(
+                options=(ALL_PROMPTS, *domains, OWN_TEXT), description="Prompts", style=_LABEL, layout=_WIDE
+            ),
+            "text": widgets.Textarea(
+                placeholder="Your own prompts, an empty line between two of them",
+                description="Own text",
+                rows=3,
+                style=_LABEL,
+                layout=_WIDE,
+            ),
+        }
+
+    def layout(self) -> widgets.Widget:
+        w = self._widgets
+        wrap = widgets.Layout(display="flex", flex_flow="row wrap", align_items="flex-start", grid_gap="4px 18px")
+        label = widgets.HTML("Kept out of FP8", layout=widgets.Layout(width="122px"))
+        label.add_class("mtplab-label")
+        presets = widgets.Box(
+            [label, *(w[f"preset {name}"] for name in PRESETS)],
+            layout=widgets.Layout(display="flex", flex_flow="row wrap", width="min(460px, 100%)", grid_gap="0 14px"),
+        )
+        left = widgets.VBox([w["depths"], presets, w["modules"], w["temperature"]], layout=_WIDE)
+        right = widgets.VBox([w["policies"], w["draft_policy"], w["new_tokens"], w["prompts"], w["text"]], layout=_WIDE)
+        return widgets.VBox([widgets.Box([left, right], layout=wrap), self.actions(), self.image, self.table])
+
+    @property
+    def config(self) -> Mapping[str, Any]:
+        """The settings as keyword arguments of `mtplab.sweep`, a read-only snapshot.
+
+        Raises:
+            ConfigError: nothing is chosen where something must be.
+        """
+        value = {name: widget.value for name, widget in self._widgets.items()}
+        exclude: list[Any] = [_preset(name) for name in PRESETS if value[f"preset {name}"]]
+        if value["modules"]:
+            exclude.append(list(value["modules"]))
+        if not exclude:
+            raise ConfigError("no exclusion set is chosen; tick at least one, or pick modules to keep out of FP8")
+        if not value["policies"]:
+            raise ConfigError("no cache policy is chosen; pick at least one for the target")
+        low, high = value["depths"]
+        settings = {
+            "depths": tuple(range(low, high + 1)),
+            "exclude": tuple(exclude),
+            "quant_policy": tuple(value["policies"]),
+            "temperature": (value["temperature"],),
+            "max_new_tokens": value["new_tokens"],
+            "prompts": self._chosen_prompts(value["prompts"], value["text"]),
+            "model_format": self.model_format,
+            "results": self.results,
+            **self._options,
+        }
+        if value["draft_policy"] != SAME:
+            settings["draft_quant_policy"] = (value["draft_policy"],)
+        return MappingProxyType(settings)
+
+    def _chosen_prompts(self, choice: str, text: str) -> Any:
+        if choice == ALL_PROMPTS:
+            return self.prompts
+        if choice == OWN_TEXT:
+            own = [part.strip() for part in text.split("\n\n") if part.strip()]
+            if not own:
+                raise ConfigError("own text is chosen but the box is empty; write a prompt or choose a domain")
+            return own
+        from mtplab.study.prompts import load_prompts
+
+        return load_prompts(self.prompts).narrowed([choice])
+
+    def work(self, config: Mapping[str, Any], progress: Progress, cancel: threading.Event) -> Any:
+        sweep = self._sweep
+        if sweep is None:
+            from mtplab.study import sweep
+        total = len(config["depths"]) * len(config["exclude"]) * len(config["quant_policy"])
+        rows: list[Any] = []
+
+        def on_row(row: Any) -> None:
+            rows.append(row)
+            progress(len(rows), total, f"depth {getattr(row, 'depth', '')}".strip())
+            # a drawing takes a third of a second: not for every row
+            if time.monotonic() - self._last_draw > 1.0 and not cancel.is_set():
+                self.draw(rows)
+
+        self._last_draw = time.monotonic()
+        progress(0, total, "loading the model")
+        try:
+            return sweep(self.checkpoint, on_row=on_row, cancel=cancel, **config)
+        except Exception:
+            if not cancel.is_set():
+                raise
+            return rows  # cancelled: what is done stays, in the panel and on disk
+
+    def draw(self, result: Any) -> None:
+        self.show_picture(acceptance_by_depth(result))
+        self.table.value = acceptance_table(result)
+        self._last_draw = time.monotonic()
+
+
+def _preset(name: str) -> Any:
+    return name if name in ("published", "none") else [name]
+
+
+def _plan_of(checkpoint: Any) -> Any:
+    plan = getattr(checkpoint, "plan", None)
+    if plan is None:
+        from mtplab.checkpoint import open_checkpoint
+
+        plan = open_checkpoint(checkpoint).plan
+    return plan() if callable(plan) else plan

@@ -1,0 +1,86 @@
+"""HTML tables of rows and plans, every text escaped.
+
+Knows nothing of widgets or pages; a table is a string that stands anywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from mtplab.report.rows import as_records, group_series
+from mtplab.report.text import escape, human_bytes
+
+__all__ = ["acceptance_table", "html_table", "plan_table"]
+
+
+def html_table(head: Sequence[Any], body: Iterable[Sequence[Any]], caption: str = "", left: int = 1) -> str:
+    """A table in a box that scrolls sideways on a narrow page; the first `left` columns are text.
+
+    Args:
+        head: column titles.
+        body: rows of cells, as many as titles; anything is turned into escaped text.
+    """
+
+    def line(cells: Sequence[Any], tag: str) -> str:
+        return "".join(
+            f'<{tag}{" scope=col" if tag == "th" else ""} style="text-align:{"left" if at < left else "right"}">'
+            f"{escape(cell)}</{tag}>"
+            for at, cell in enumerate(cells)
+        )
+
+    lines = "".join(f"<tr>{line(row, 'td')}</tr>" for row in body)
+    title = f"<caption>{escape(caption)}</caption>" if caption else ""
+    return (
+        '<div class="mtplab-table" tabindex="0" role="region" style="overflow-x:auto;max-width:100%" '
+        f'aria-label="{escape(caption or "table")}"><table>{title}'
+        f"<thead><tr>{line(head, 'th')}</tr></thead><tbody>{lines}</tbody></table></div>"
+    )
+
+
+def acceptance_table(rows: Any, caption: str = "Acceptance length (tokens per round) by draft depth") -> str:
+    """One line per setting, one column per depth; failed points say so below the table."""
+    records = as_records(rows)
+    series = group_series(records)
+    depths = sorted({record["depth"] for found in series.values() for record in found})
+    several = len({record.get("temperature") for record in records}) > 1
+    body = []
+    for found in series.values():
+        # one line per temperature: the same setting at another temperature is another measurement
+        for temperature in sorted({record.get("temperature") or 0.0 for record in found}):
+            mine = {r["depth"]: r for r in found if (r.get("temperature") or 0.0) == temperature}
+            first = next(iter(mine.values()))
+            lead = [first["weights_label"], first["policy_label"]] + ([f"{temperature:g}"] if several else [])
+            body.append(
+                lead + [f"{mine[depth]['acceptance_length']:.2f}" if depth in mine else "–" for depth in depths]
+            )
+    head = ["Kept out of FP8", "KV cache"] + (["Temperature"] if several else []) + [f"k = {d}" for d in depths]
+    failed = [record for record in records if record.get("error") is not None]
+    notes = "".join(
+        f'<p role="alert">{escape(record["series"])}, depth {record["depth"]} failed: {escape(record["error"])}</p>'
+        for record in failed[:5]
+    )
+    if len(failed) > 5:
+        notes += f"<p>… and {len(failed) - 5} more failed rows.</p>"
+    return html_table(head, body, caption, left=2) + notes
+
+
+def plan_table(modules: Iterable[Any], caption: str = "", limit: int = 400) -> str:
+    """Modules of a plan: name, how it is stored and held, whether activations are rounded, bytes and the rule."""
+    found = list(modules)
+    body = [
+        (
+            module.name,
+            "×".join(str(size) for size in module.shape),
+            module.stored,
+            module.weight,
+            module.activation,
+            human_bytes(module.nbytes),
+            module.rule,
+        )
+        for module in found[:limit]
+    ]
+    if len(found) > limit:
+        body.append((f"… and {len(found) - limit} more", "", "", "", "", "", ""))
+    head = ("Module", "Shape", "Stored", "Weight", "Activation", "Bytes", "Rule that decided")
+    return html_table(head, body, caption)

@@ -1,0 +1,71 @@
+"""Untrusted text made inert: names in checkpoints, prompts and error messages may hold anything.
+
+Knows nothing of where the text comes from. Three readers need three kinds of care: HTML, a JSON island
+inside HTML, and a matplotlib label.
+"""
+
+from __future__ import annotations
+
+import html
+import json
+import math
+import re
+from typing import Any
+
+__all__ = ["escape", "human_bytes", "json_island", "plain", "plot_label"]
+
+# C0 and C1 controls (terminal escapes live there) except tab and newline, and every sign that can turn
+# the reading direction of the text around it
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+_BIDI = re.compile("[\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
+
+
+def plain(text: object) -> str:
+    """`text` without control characters (each shown as its code point) and without direction marks."""
+    visible = _CONTROL.sub(lambda found: f"\\x{ord(found.group()):02x}", str(text))
+    return _BIDI.sub(lambda found: f"\\u{ord(found.group()):04x}", visible)
+
+
+def escape(text: object) -> str:
+    """`text` for an HTML element or a quoted attribute: markup and control characters are shown, not obeyed."""
+    return html.escape(plain(text), quote=True)
+
+
+def plot_label(text: object, limit: int = 60) -> str:
+    """`text` for a matplotlib label: a dollar sign must not start a formula; at most `limit` characters."""
+    label = plain(text).replace("\n", " ")
+    if len(label) > limit:
+        label = label[: limit - 1] + "…"
+    return label.replace("$", r"\$")
+
+
+def json_island(value: Any) -> str:
+    """`value` as JSON that may stand inside `<script>`: neither `</script>` nor `<!--` can end or change it.
+
+    Numbers that JSON does not have (NaN, infinities) become null.
+    """
+    text = json.dumps(_finite(value), ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+    for sign in "<>&\u2028\u2029":
+        text = text.replace(sign, f"\\u{ord(sign):04x}")
+    return _BIDI.sub(lambda found: f"\\u{ord(found.group()):04x}", text)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {str(key): _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return value
+
+
+def human_bytes(count: float | None) -> str:
+    """A number of bytes with a unit, in powers of 1000: `1.45 MB`."""
+    if count is None:
+        return "–"
+    for unit in ("B", "kB", "MB", "GB"):
+        if abs(count) < 1000:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.4g} TB"

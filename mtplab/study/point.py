@@ -1,0 +1,100 @@
+"""A point of a sweep: its resolved configuration, and the hash that names its file.
+
+This module does not run points and does not keep results. Depth is no part of a point: every depth shares its
+file. Labels (a folder's name, `published` for a list of globs) are no part either: two ways to say one thing
+resolve to one point. What is: the checkpoint's content, what the plan makes of every module, the settings
+that reach the arithmetic or the sampling, and the prompts' token ids.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+__all__ = ["POINT_SCHEMA", "PointConfig", "canonical_json", "excluded_modules", "plan_digest"]
+
+# raise it when the same settings would give other numbers, so that old results are not taken for new ones
+POINT_SCHEMA = 1
+
+
+class PointConfig(BaseModel):
+    """Everything that decides a point's numbers at a given depth, resolved.
+
+    `plan` digests (module, weight, activation) over all modules, `excluded` and `draft_excluded` are the
+    linear modules that the plan keeps out of W8A8, by their names on disk. `device` is a kind (`cpu`,
+    `cuda`), not an index. `prompts` and `domains` run in parallel.
+    """
+
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False)
+
+    point_schema: Literal[1] = POINT_SCHEMA
+    method: Literal["run", "trace"] = "run"
+    checkpoint: str
+    plan: str
+    excluded: tuple[str, ...]
+    draft_excluded: tuple[str, ...]
+    model_format: str | None
+    activation_rounding: bool
+    exact: bool
+    device: str
+    dtype: str
+    quant_policy: str
+    draft_quant_policy: str
+    temperature: Annotated[float, Field(ge=0.0)]
+    top_k: Annotated[int, Field(ge=0)]
+    top_p: Annotated[float, Field(gt=0.0, le=1.0)]
+    seed: int
+    draft_sampling: Literal["greedy", "sampled"]
+    hidden: Literal["post_norm", "pre_norm"]
+    max_new_tokens: Annotated[int, Field(ge=1)]
+    prompts: tuple[tuple[int, ...], ...]
+    domains: tuple[str, ...]
+
+    @model_validator(mode="after")
+    def _parallel(self) -> PointConfig:
+        if len(self.prompts) != len(self.domains) or not self.prompts:
+            raise ValueError(f"{len(self.prompts)} prompts and {len(self.domains)} domains")
+        return self
+
+    def canonical(self) -> str:
+        """Canonical JSON: sorted keys, no spaces, ASCII."""
+        return canonical_json(self.model_dump(mode="json"))
+
+    def hash(self) -> str:
+        """SHA-256 of the canonical JSON, 64 hex digits."""
+        return hashlib.sha256(self.canonical().encode("ascii")).hexdigest()
+
+    def settings(self) -> dict[str, Any]:
+        """The config without the long lists, for a row's provenance (JSON-ready)."""
+        long = {"prompts", "domains", "excluded", "draft_excluded"}
+        return self.model_dump(mode="json", exclude=long)
+
+
+def canonical_json(value: Any) -> str:
+    """One text for one value: sorted keys, no spaces, ASCII, no NaN."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
+
+
+def plan_digest(modules: Iterable[Any]) -> str:
+    """SHA-256 over what the plan makes of every module; the rule that led there does not count."""
+    facts = sorted((m.name, m.part, m.weight, m.activation, list(m.shape)) for m in modules)
+    return hashlib.sha256(canonical_json(facts).encode("ascii")).hexdigest()
+
+
+def excluded_modules(modules: Iterable[Any], part: str) -> tuple[str, ...]:
+    """Names on disk of the linear modules of `part` that do not run as W8A8, sorted.
+
+    `part` is "draft" or "target"; the shared head counts as the target's.
+    """
+    mine = {"draft"} if part == "draft" else {"target", "head"}
+    return tuple(
+        sorted(
+            m.name
+            for m in modules
+            if m.part in mine and m.kind == "linear" and not (m.weight == "fp8" and m.activation == "fp8")
+        )
+    )

@@ -1,0 +1,133 @@
+"""One point at one depth through the real runner: settings in, a result row out.
+
+The only module of this room that knows what a runner's result looks like. It does not know about files, other
+points or who asked; whatever else can produce rows (a trace) stands beside it and gives the same rows.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mtplab.study import provenance
+from mtplab.study.acceptance import Counts
+from mtplab.study.point import PointConfig, canonical_json
+from mtplab.study.row import DomainStats, ResultRow
+
+__all__ = ["Labels", "error_row", "produce"]
+
+
+@dataclass(frozen=True)
+class Labels:
+    """How the user named a point; no part of its hash."""
+
+    checkpoint: str
+    exclude_label: str
+    exclude: tuple[str, ...] | None
+    draft_exclude: tuple[str, ...] | None
+    prompt_set: str
+
+    def fields(self) -> dict[str, Any]:
+        """As the row's fields."""
+        return {
+            "checkpoint": self.checkpoint,
+            "exclude_label": self.exclude_label,
+            "exclude": None if self.exclude is None else list(self.exclude),
+            "draft_exclude": None if self.draft_exclude is None else list(self.draft_exclude),
+            "prompt_set": self.prompt_set,
+        }
+
+
+def produce(
+    model: Any,
+    config: PointConfig,
+    depth: int,
+    labels: Labels,
+    generate: Callable[..., Any],
+    on_round: Callable[[Any], None] | None = None,
+    cancel: Any = None,
+) -> ResultRow:
+    """Runs the point's prompts, all in one batch, and counts. Errors of the runner pass through."""
+    generation = generate(
+        model,
+        [list(ids) for ids in config.prompts],
+        depth=depth,
+        temperature=config.temperature,
+        seed=config.seed,
+        max_new_tokens=config.max_new_tokens,
+        top_k=config.top_k,
+        top_p=config.top_p,
+        quant_policy=config.quant_policy,
+        draft_quant_policy=config.draft_quant_policy,
+        draft_sampling=config.draft_sampling,
+        exact=config.exact,
+        hidden=config.hidden,
+        on_round=on_round,
+        cancel=cancel,
+    )
+    per_prompt = [Counts.of(stats) for stats in generation.per_prompt]
+    counts = Counts.total(per_prompt)
+    # prefill is the same work at every depth; what a depth changes is the rest
+    seconds = max(0.0, generation.seconds - generation.prefill_seconds)
+    return ResultRow(
+        **_settings(config, depth, labels),
+        tokens=counts.tokens,
+        rounds=counts.rounds,
+        drafted=counts.drafted,
+        accepted=counts.accepted,
+        acceptance_length=counts.acceptance_length,
+        per_position=list(counts.shares),
+        conditional=list(counts.conditional),
+        by_domain=_by_domain(config.domains, per_prompt),
+        **_bytes(model, config, generation),
+        seconds=seconds,
+        tokens_per_second=counts.tokens / seconds if seconds else None,
+        output_hash=hashlib.sha256(canonical_json([list(t) for t in generation.tokens]).encode()).hexdigest(),
+        provenance=provenance.collect(str(getattr(model, "device", config.device)), config.settings()),
+    )
+
+
+def error_row(config: PointConfig, depth: int, labels: Labels, error: str) -> ResultRow:
+    """A row that says why there are no numbers."""
+    return ResultRow(
+        **_settings(config, depth, labels),
+        error=error,
+        provenance=provenance.collect(config.device, config.settings()),
+    )
+
+
+def _settings(config: PointConfig, depth: int, labels: Labels) -> dict[str, Any]:
+    return {
+        "point": config.hash(),
+        "method": config.method,
+        "depth": depth,
+        "temperature": config.temperature,
+        "top_k": config.top_k,
+        "top_p": config.top_p,
+        "seed": config.seed,
+        "quant_policy": config.quant_policy,
+        "draft_quant_policy": config.draft_quant_policy,
+        "model_format": config.model_format,
+        "n_prompts": len(config.prompts),
+        "max_new_tokens": config.max_new_tokens,
+        **labels.fields(),
+    }
+
+
+def _by_domain(domains: Sequence[str], per_prompt: Sequence[Counts]) -> dict[str, DomainStats]:
+    groups: dict[str, list[Counts]] = {}
+    for domain, counts in zip(domains, per_prompt, strict=True):
+        groups.setdefault(domain, []).append(counts)
+    return {domain: DomainStats.of(Counts.total(parts)) for domain, parts in groups.items()}
+
+
+def _bytes(model: Any, config: PointConfig, generation: Any) -> dict[str, Any]:
+    return {
+        "target_weight_bytes": model.weight_bytes("target"),
+        "draft_weight_bytes": model.weight_bytes("draft"),
+        "kv_bytes_per_token": model.kv_bytes_per_token(config.quant_policy, "target"),
+        "draft_kv_bytes_per_token": model.kv_bytes_per_token(config.draft_quant_policy, "draft"),
+        "state_bytes": (generation.memory or {}).get("state_bytes"),
+    }

@@ -1,0 +1,159 @@
+"""What a sweep gives back: its rows, and the ways to look at them as text, HTML or a data frame.
+
+This module does not run or store anything, and draws no figures.
+"""
+
+from __future__ import annotations
+
+import html
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from mtplab.errors import MtplabError
+from mtplab.study.row import ResultRow
+
+__all__ = ["SweepResult"]
+
+# column -> how a row shows it; a column on which all rows agree goes above the table
+_COLUMNS = {
+    "exclusions": lambda row: row.exclude_label,
+    "format": lambda row: row.model_format or "stored",
+    "quant_policy": lambda row: row.quant_policy,
+    "draft policy": lambda row: row.draft_quant_policy,
+    "temperature": lambda row: f"{row.temperature:g}",
+    "prompts": lambda row: row.prompt_set,
+}
+_ALWAYS = ("exclusions", "quant_policy")
+
+
+@dataclass(frozen=True)
+class SweepResult:
+    """Rows in the order of the grid, depths ascending within a point.
+
+    `computed` and `reused` count rows; `notes` are findings about the results themselves; `cancelled` says
+    that rows are missing because the sweep was stopped. `folder` holds the point files and rows.jsonl.
+    """
+
+    rows: list[ResultRow]
+    computed: int = 0
+    reused: int = 0
+    seconds: float = 0.0
+    cancelled: bool = False
+    folder: Path | None = None
+    notes: list[str] = field(default_factory=list)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __iter__(self) -> Iterator[ResultRow]:
+        return iter(self.rows)
+
+    @property
+    def failed(self) -> list[ResultRow]:
+        """Rows that carry an error."""
+        return [row for row in self.rows if row.error is not None]
+
+    def summary(self) -> str:
+        """One line: rows computed, read back, failed, missing."""
+        text = f"computed {self.computed}, read back {self.reused}"
+        if self.failed:
+            text += f", failed {len(self.failed)}"
+        if self.cancelled:
+            text += ", cancelled before the rest"
+        return text
+
+    def to_table(self) -> str:
+        """Acceptance length by depth, one line per point, as aligned text."""
+        common, header, lines, errors = self._cells()
+        widths = [max(len(line[i]) for line in [header, *lines]) for i in range(len(header))]
+        names = self._varying()[0]
+
+        def aligned(cells: list[str]) -> str:
+            padded = [
+                cell.ljust(width) if i < len(names) else cell.rjust(width)
+                for i, (cell, width) in enumerate(zip(cells, widths, strict=True))
+            ]
+            return "  ".join(padded).rstrip()
+
+        rule = ["─" * width for width in widths]
+        text = [f"acceptance length by depth · {common}", ""]
+        text += [aligned(line) for line in (header, rule, *lines)]
+        text += [f"  failed: {error}" for error in errors]
+        return "\n".join(text)
+
+    def _repr_html_(self) -> str:
+        common, header, lines, errors = self._cells()
+        names = self._varying()[0]
+
+        def row(cells: list[str], tag: str) -> str:
+            sides = ["left" if i < len(names) else "right" for i in range(len(cells))]
+            return "".join(
+                f'<{tag} style="text-align:{side}">{html.escape(cell)}</{tag}>'
+                for cell, side in zip(cells, sides, strict=True)
+            )
+
+        body = "".join(f"<tr>{row(line, 'td')}</tr>" for line in lines)
+        foot = "".join(f"<div>failed: {html.escape(error)}</div>" for error in errors)
+        foot += "".join(f"<div>{html.escape(note)}</div>" for note in self.notes)
+        return (
+            f"<div><div>acceptance length by depth · {html.escape(common)}</div>"
+            f"<table><thead><tr>{row(header, 'th')}</tr></thead><tbody>{body}</tbody></table>"
+            f"<div>{html.escape(self.summary())}</div>{foot}</div>"
+        )
+
+    def to_frame(self) -> Any:
+        """A pandas DataFrame, one line per result row. Raises `MtplabError` without pandas."""
+        try:
+            import pandas
+        except ImportError:
+            raise MtplabError(
+                "to_frame() needs pandas, which is not installed: pip install pandas (.rows and rows.jsonl do without)"
+            ) from None
+        return pandas.DataFrame([json.loads(row.to_json()) for row in self.rows])
+
+    def _varying(self) -> tuple[list[str], list[str]]:
+        """(columns to show, values that all rows share)."""
+        shown, shared = [], []
+        for name, show in _COLUMNS.items():
+            values = dict.fromkeys(show(row) for row in self.rows)
+            same_as_target = name == "draft policy" and all(
+                row.draft_quant_policy == row.quant_policy for row in self.rows
+            )
+            if name in _ALWAYS or len(values) > 1:
+                if not same_as_target:
+                    shown.append(name)
+            elif values and not same_as_target and not (name == "format" and "stored" in values):
+                shared.append(f"{name} {next(iter(values))}")
+        return shown, shared
+
+    def _cells(self) -> tuple[str, list[str], list[list[str]], list[str]]:
+        """(what all share, header, one list of cells per point, errors)."""
+        names, shared = self._varying()
+        depths = sorted({row.depth for row in self.rows})
+        points: dict[tuple[str, ...], dict[int, ResultRow]] = {}
+        for row in self.rows:
+            key = (row.point, *(_COLUMNS[name](row) for name in names))
+            points.setdefault(key, {})[row.depth] = row
+        lines = [[*key[1:], *(_cell(by_depth.get(depth)) for depth in depths)] for key, by_depth in points.items()]
+        errors = [
+            f"{row.exclude_label} · {row.quant_policy} · T {row.temperature:g} · depth {row.depth}: {row.error}"
+            for row in self.failed
+        ]
+        checkpoints = dict.fromkeys(row.checkpoint for row in self.rows)
+        tokens = dict.fromkeys(
+            f"{row.n_prompts} prompt{'s' if row.n_prompts > 1 else ''} × {row.max_new_tokens} tokens"
+            for row in self.rows
+        )
+        common = " · ".join([*checkpoints, *shared, *tokens]) or "no rows"
+        return common, [*names, *(f"d={depth}" for depth in depths)], lines, errors
+
+
+def _cell(row: ResultRow | None) -> str:
+    if row is None:
+        return "–"
+    if row.error is not None:
+        return "failed"
+    return "–" if row.acceptance_length is None else f"{row.acceptance_length:.3f}"

@@ -1,0 +1,150 @@
+"""The result row: one per point and depth, the same whoever produced it (a run or a trace).
+
+This module does not run anything and does not know how rows are kept on disk. A row is frozen, strict and
+versioned; writing it as JSON and reading that back gives an equal row, floats to the last bit.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from mtplab.errors import ConfigError
+from mtplab.study.acceptance import Counts
+
+__all__ = ["ROW_SCHEMA", "DomainStats", "ResultRow"]
+
+ROW_SCHEMA = 1
+
+# an expectation (trace above temperature 0) is a float, a count is an int: both stay what they are
+Count = Annotated[int | float, Field(ge=0)]
+Share = Annotated[float, Field(ge=0.0, le=1.0)]
+
+
+class _Frozen(BaseModel):
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False)
+
+
+class DomainStats(_Frozen):
+    """Acceptance over the prompts of one domain; fields as in `ResultRow`."""
+
+    tokens: Count
+    rounds: Count
+    drafted: Count
+    accepted: Count
+    acceptance_length: float | None
+    per_position: list[Share]
+
+    @classmethod
+    def of(cls, counts: Counts) -> DomainStats:
+        return cls(
+            tokens=counts.tokens,
+            rounds=counts.rounds,
+            drafted=counts.drafted,
+            accepted=counts.accepted,
+            acceptance_length=counts.acceptance_length,
+            per_position=list(counts.shares),
+        )
+
+
+class ResultRow(_Frozen):
+    """What one point gave at one depth.
+
+    Settings: `exclude` is what the user asked for (None: as stored), `exclude_label` its short name. Numbers:
+    `tokens` are those emitted by rounds (the prompt's first token belongs to no round), so that
+    `acceptance_length == tokens / rounds`; `per_position` (length = depth) is unconditional, `conditional`
+    has None where no round got that far. Bytes are bytes; `kv_bytes_per_token` is summed over layers,
+    `state_bytes` is the recurrent and convolution state of one sequence. `seconds` is the wall time of the
+    run without its prefill and `tokens_per_second` is `tokens / seconds`. `kl` (nats), `top1_agreement` and
+    `perplexity` are None unless measured. `output_hash` is the SHA-256 of the emitted ids: at temperature 0
+    it must not depend on the depth. A row with an `error` carries no numbers.
+    """
+
+    schema_version: Literal[1] = Field(ROW_SCHEMA, alias="schema")
+    point: str
+    method: Literal["run", "trace"]
+    checkpoint: str
+    depth: Annotated[int, Field(ge=0, le=16)]
+    temperature: Annotated[float, Field(ge=0.0)]
+    top_k: Annotated[int, Field(ge=0)]
+    top_p: Annotated[float, Field(gt=0.0, le=1.0)]
+    seed: int
+    quant_policy: str
+    draft_quant_policy: str
+    exclude_label: str
+    exclude: list[str] | None
+    draft_exclude: list[str] | None
+    model_format: str | None
+    prompt_set: str
+    n_prompts: Annotated[int, Field(ge=1)]
+    max_new_tokens: Annotated[int, Field(ge=1)]
+
+    tokens: Count | None = None
+    rounds: Count | None = None
+    drafted: Count | None = None
+    accepted: Count | None = None
+    acceptance_length: float | None = None
+    per_position: list[Share] = Field(default_factory=list)
+    conditional: list[Share | None] = Field(default_factory=list)
+    by_domain: dict[str, DomainStats] = Field(default_factory=dict)
+
+    target_weight_bytes: Count | None = None
+    draft_weight_bytes: Count | None = None
+    kv_bytes_per_token: Count | None = None
+    draft_kv_bytes_per_token: Count | None = None
+    state_bytes: Count | None = None
+    seconds: Annotated[float, Field(ge=0.0)] | None = None
+    tokens_per_second: float | None = None
+    kl: float | None = None
+    top1_agreement: float | None = None
+    perplexity: float | None = None
+    output_hash: str | None = None
+    error: str | None = None
+    provenance: dict[str, Any] = Field(default_factory=dict)
+
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False, populate_by_name=True)
+
+    @model_validator(mode="after")
+    def _consistent(self) -> ResultRow:
+        if self.error is not None:
+            return self
+        missing = [n for n in ("tokens", "rounds", "drafted", "accepted") if getattr(self, n) is None]
+        if missing:
+            raise ValueError(f"a row without an error needs {', '.join(missing)}")
+        if len(self.per_position) != self.depth or len(self.conditional) != self.depth:
+            raise ValueError(
+                f"depth {self.depth} needs as many positions; per_position has {len(self.per_position)}, "
+                f"conditional {len(self.conditional)}"
+            )
+        expected = Counts(self.rounds, self.tokens, self.drafted, self.accepted).acceptance_length
+        given = self.acceptance_length
+        if (expected is None) != (given is None) or (
+            expected is not None and not math.isclose(expected, given, rel_tol=1e-9)
+        ):
+            raise ValueError(f"acceptance_length is {given}, but tokens / rounds is {expected}")
+        return self
+
+    def to_json(self) -> str:
+        """One line of JSON; `ResultRow.from_json` gives the same row back."""
+        return self.model_dump_json(by_alias=True)
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> ResultRow:
+        """Raises `ConfigError` when the text is not a row of this schema."""
+        try:
+            return cls.model_validate_json(text)
+        except ValidationError as problem:
+            first = problem.errors()[0]
+            where = ".".join(str(part) for part in first["loc"]) or "row"
+            raise ConfigError(
+                f"not a result row of schema {ROW_SCHEMA}: {where}: {first['msg']} "
+                f"({problem.error_count()} problem(s) in all)"
+            ) from None
+
+    def relabelled(self, **labels: Any) -> ResultRow:
+        """The same result under other labels (names that are no part of the point's hash)."""
+        allowed = {"checkpoint", "exclude_label", "exclude", "draft_exclude", "prompt_set"}
+        assert labels.keys() <= allowed, f"not labels: {sorted(labels.keys() - allowed)}"
+        return self.model_copy(update=labels)

@@ -1,0 +1,258 @@
+"""One unit of a sweep's work: a point, at the depths asked for, from lock to file.
+
+Runs wherever an executor puts it; everything it takes and gives can be pickled except the callbacks, which
+only an in-process run has. It does not know the grid, the labels of other points, or how progress is shown.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from mtplab.errors import MtplabError
+from mtplab.study.point import PointConfig
+from mtplab.study.producer import Labels, error_row, produce
+from mtplab.study.row import ResultRow
+from mtplab.study.store import PointStore
+
+__all__ = ["CancelFile", "Hooks", "ModelSlot", "Outcome", "Unit", "Variant", "remote_work", "work"]
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One set of weights in memory; `key` is equal for variants that load the same model."""
+
+    key: str
+    path: str
+    device: str
+    dtype: Any
+    exclude: tuple[str, ...] | str | None
+    draft_exclude: tuple[str, ...] | str | None
+    model_format: str | None
+    activation_rounding: bool
+    exact: bool
+
+    def arguments(self) -> dict[str, Any]:
+        """Keyword arguments of `load_model` beside the path."""
+
+        def as_list(globs: Any) -> Any:
+            return list(globs) if isinstance(globs, tuple) else globs
+
+        return {
+            "device": self.device,
+            "dtype": self.dtype,
+            "exclude": as_list(self.exclude),
+            "draft_exclude": as_list(self.draft_exclude),
+            "model_format": self.model_format,
+            "activation_rounding": self.activation_rounding,
+            "exact": self.exact,
+        }
+
+
+@dataclass(frozen=True)
+class Unit:
+    """A point to be run at `depths`, under the labels it was first asked for with."""
+
+    config: PointConfig
+    variant: Variant
+    labels: Labels
+    depths: tuple[int, ...]
+
+    @property
+    def point(self) -> str:
+        return self.config.hash()
+
+
+@dataclass(frozen=True)
+class Hooks:
+    """What loads and what generates; None means mtplab's own. With a process pool they must be picklable."""
+
+    load_model: Callable[..., Any] | None = None
+    generate: Callable[..., Any] | None = None
+
+    def loader(self) -> Callable[..., Any]:
+        if self.load_model is not None:
+            return self.load_model
+        from mtplab.models import load_model
+
+        return load_model
+
+    def generator(self) -> Callable[..., Any]:
+        if self.generate is not None:
+            return self.generate
+        from mtplab.decode import generate
+
+        return generate
+
+
+class ModelSlot:
+    """Holds one loaded model: asking for another variant drops the one before, then loads."""
+
+    def __init__(self, key: str | None = None, model: Any = None):
+        self._key = key
+        self._model = model
+
+    @property
+    def key(self) -> str | None:
+        return self._key
+
+    def get(self, variant: Variant, hooks: Hooks) -> tuple[Any, float]:
+        """The variant's model, and the seconds that loading it took (0.0 when it was there)."""
+        key = variant.key
+        if self._key == key:
+            return self._model, 0.0
+        self._key = self._model = None
+        started = time.monotonic()
+        self._model = hooks.loader()(variant.path, **variant.arguments())
+        self._key = key
+        return self._model, time.monotonic() - started
+
+
+@dataclass
+class Outcome:
+    """What became of a unit. `busy`: another process holds the point; nothing was done."""
+
+    rows: dict[int, ResultRow] = field(default_factory=dict)
+    computed: set[int] = field(default_factory=set)
+    seconds: dict[int, float] = field(default_factory=dict)
+    load_seconds: float = 0.0
+    busy: bool = False
+    cancelled: bool = False
+
+
+class CancelFile:
+    """An event that other processes and machines can see: set when a file exists."""
+
+    def __init__(self, path: str, every: float = 0.2):
+        self.path = path
+        self.every = every
+        self._looked = 0.0
+        self._set = False
+
+    def is_set(self) -> bool:
+        now = time.monotonic()
+        if not self._set and now - self._looked >= self.every:
+            self._looked = now
+            self._set = Path(self.path).exists()
+        return self._set
+
+
+def work(
+    unit: Unit,
+    store: PointStore,
+    slot: ModelSlot,
+    hooks: Hooks,
+    cancel: Any,
+    wait: bool = False,
+    on_row: Callable[[ResultRow, bool, Outcome], None] | None = None,
+    on_round: Callable[[int, Any], None] | None = None,
+) -> Outcome:
+    """Brings a point's file up to date at the unit's depths.
+
+    A depth that is on disk without an error is read back. The first depth that fails is recorded with its
+    error and ends the point; a later sweep tries it again. `on_row(row, reused, outcome)` is called as each
+    row is there, `on_round(depth, progress)` after each round of the runner.
+    """
+    outcome = Outcome()
+
+    def take(row: ResultRow, reused: bool) -> None:
+        outcome.rows[row.depth] = row
+        if not reused:
+            outcome.computed.add(row.depth)
+        if on_row is not None:
+            on_row(row, reused, outcome)
+
+    point = unit.point
+    on_disk = store.rows(point)
+    if all(_finished(on_disk, depth) for depth in unit.depths):
+        for depth in unit.depths:
+            take(on_disk[depth], True)
+        return outcome
+    with _owned(store, point, wait, cancel) as held:
+        if not held:
+            outcome.busy = True
+            outcome.cancelled = cancel.is_set()
+            return outcome
+        # another process may have finished depths between the look and the lock
+        rows = store.rows(point, set_aside=True)
+        missing = []
+        for depth in unit.depths:
+            if _finished(rows, depth):
+                take(rows[depth], True)
+            else:
+                missing.append(depth)
+        for depth in missing:
+            if cancel.is_set():
+                outcome.cancelled = True
+                return outcome
+            started = time.monotonic()
+            try:
+                model, loading = slot.get(unit.variant, hooks)
+                outcome.load_seconds += loading
+                started = time.monotonic()
+                row = produce(
+                    model,
+                    unit.config,
+                    depth,
+                    unit.labels,
+                    hooks.generator(),
+                    on_round=None if on_round is None else (lambda p, d=depth: on_round(d, p)),
+                    cancel=cancel,
+                )
+            except Exception as problem:
+                if cancel.is_set():  # the runner's way of stopping
+                    outcome.cancelled = True
+                    return outcome
+                row = error_row(unit.config, depth, unit.labels, one_line(problem))
+            rows[depth] = row
+            store.write(unit.config, rows.values())
+            outcome.seconds[depth] = time.monotonic() - started
+            take(row, False)
+            if row.error is not None:
+                break
+    return outcome
+
+
+_mine = threading.local()
+
+
+def remote_work(unit: Unit, folder: str, hooks: Hooks, cancel_path: str, wait: bool) -> Outcome:
+    """`work` inside an executor's worker; each worker thread keeps the last model it loaded."""
+    if not hasattr(_mine, "slot"):
+        _mine.slot = ModelSlot()
+    return work(unit, PointStore(folder), _mine.slot, hooks, CancelFile(cancel_path), wait=wait)
+
+
+def one_line(problem: BaseException) -> str:
+    """An error as one line; the type only where the message was not written for a user."""
+    lines = [line.strip() for line in str(problem).splitlines() if line.strip()]
+    text = lines[0] if lines else "no message"
+    return text if isinstance(problem, MtplabError) else f"{type(problem).__name__}: {text}"
+
+
+def _finished(rows: dict[int, ResultRow], depth: int) -> bool:
+    return depth in rows and rows[depth].error is None
+
+
+class _owned:
+    """The point's lock; with `wait`, tries until it is free or the sweep is cancelled."""
+
+    def __init__(self, store: PointStore, point: str, wait: bool, cancel: Any):
+        self._arguments = (store, point, wait, cancel)
+
+    def __enter__(self) -> bool:
+        store, point, wait, cancel = self._arguments
+        while True:
+            self._lock = store.lock(point)
+            held = self._lock.__enter__()
+            if held or not wait or cancel.is_set():
+                return held
+            self._lock.__exit__(None, None, None)
+            time.sleep(0.2)
+
+    def __exit__(self, *problem: Any) -> None:
+        self._lock.__exit__(*problem)

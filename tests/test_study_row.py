@@ -1,0 +1,132 @@
+"""Rows and the counts behind them: definitions, strictness, exact round trip."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+
+import pytest
+from pydantic import ValidationError
+
+from mtplab.errors import ConfigError
+from mtplab.study import ResultRow
+from mtplab.study.acceptance import Counts
+
+SETTINGS = {
+    "point": "ab" * 32,
+    "method": "run",
+    "checkpoint": "tiny",
+    "depth": 2,
+    "temperature": 0.7,
+    "top_k": 0,
+    "top_p": 0.9,
+    "seed": 1,
+    "quant_policy": "int8",
+    "draft_quant_policy": "none",
+    "exclude_label": "mtp.*",
+    "exclude": ["mtp.*"],
+    "draft_exclude": None,
+    "model_format": "fp8",
+    "prompt_set": "bundled",
+    "n_prompts": 3,
+    "max_new_tokens": 16,
+}
+
+
+def a_row(**changes) -> ResultRow:
+    counts = Counts(rounds=10, tokens=22, drafted=20, accepted=12, per_position=(8, 4))
+    numbers = {
+        "tokens": counts.tokens,
+        "rounds": counts.rounds,
+        "drafted": counts.drafted,
+        "accepted": counts.accepted,
+        "acceptance_length": counts.acceptance_length,
+        "per_position": list(counts.shares),
+        "conditional": list(counts.conditional),
+    }
+    return ResultRow(**{**SETTINGS, **numbers, **changes})
+
+
+def test_counts_by_hand():
+    # rounds accept 2, 0, 1, 2 of 2 drafts: 4 bonus tokens and 5 accepted ones
+    counts = Counts(rounds=4, tokens=9, drafted=8, accepted=5, per_position=(3, 2))
+    assert counts.acceptance_length == 9 / 4 == 1 + 5 / 4
+    assert counts.shares == (3 / 4, 2 / 4)
+    assert counts.conditional == (3 / 4, 2 / 3)
+
+
+def test_counts_without_a_round_or_an_acceptance():
+    assert Counts(0, 0, 0, 0, (0, 0)).acceptance_length is None
+    assert Counts(0, 0, 0, 0, (0, 0)).conditional == (None, None)
+    assert Counts(5, 5, 10, 0, (0, 0)).conditional == (0.0, None)
+
+
+def test_totals_add_counts_not_shares():
+    whole = Counts.total([Counts(1, 2, 1, 1, (1,)), Counts(9, 9, 9, 0, (0,))])
+    assert whole == Counts(10, 11, 10, 1, (1,))
+    assert whole.acceptance_length == 1.1  # a mean of the two lengths would say 1.5
+
+
+def test_round_trip_is_exact():
+    draw = random.Random(4)
+    for _ in range(300):
+        rounds = draw.randint(1, 10**6)
+        tokens = draw.uniform(rounds, 3 * rounds) if draw.random() < 0.5 else draw.randint(rounds, 3 * rounds)
+        row = a_row(
+            rounds=rounds,
+            tokens=tokens,
+            acceptance_length=tokens / rounds,
+            per_position=[draw.random(), draw.random() * 1e-300],
+            kl=draw.lognormvariate(0, 40),
+            temperature=math.ulp(draw.random()),
+            seconds=draw.random(),
+            provenance={"commit": None, "threads": 2, "cpu": "ümlaut\x1b", "list": [1, 2.5]},
+        )
+        again = ResultRow.from_json(row.to_json())
+        assert again == row
+        assert type(again.tokens) is type(row.tokens)
+        assert again.to_json() == row.to_json()
+
+
+def test_json_carries_the_schema():
+    assert json.loads(a_row().to_json())["schema"] == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"schema": 2}, "schema"),
+        ({"depth": "2"}, "depth"),
+        ({"depth": 17}, "depth"),
+        ({"method": "guess"}, "method"),
+        ({"kl": "NaN"}, "kl"),
+        ({"surprise": 1}, "surprise"),
+        ({"per_position": [0.8]}, "per_position has 1"),
+        ({"acceptance_length": 2.3}, "acceptance_length is 2.3"),
+        ({"tokens": None}, "needs tokens"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_what_is_not_a_row_is_refused(change, says):
+    text = json.dumps({**json.loads(a_row().to_json()), **change})
+    with pytest.raises(ConfigError, match=says):
+        ResultRow.from_json(text)
+
+
+def test_frozen():
+    with pytest.raises(ValidationError):
+        a_row().depth = 3
+
+
+def test_an_error_row_needs_no_numbers():
+    row = ResultRow(**SETTINGS, error="no such kernel")
+    assert row.acceptance_length is None
+    assert ResultRow.from_json(row.to_json()) == row
+
+
+def test_labels_are_all_that_relabelling_changes():
+    row = a_row()
+    assert row.relabelled(exclude_label="x").model_dump() == {**row.model_dump(), "exclude_label": "x"}
+    with pytest.raises(AssertionError):
+        row.relabelled(depth=1)

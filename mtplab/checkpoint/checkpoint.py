@@ -64,9 +64,7 @@ class Checkpoint:
 
     def __repr__(self) -> str:
         method = self.quantization.method if self.quantization is not None else "not quantised"
-        return (
-            f"<Checkpoint {self.path}: {len(self.tensors)} tensors, {len(self.files.shards)} files, {method}>"
-        )
+        return f"<Checkpoint {self.path}: {len(self.tensors)} tensors, {len(self.files.shards)} files, {method}>"
 
     @cached_property
     def problems(self) -> tuple[Problem, ...]:

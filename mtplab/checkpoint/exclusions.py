@@ -84,6 +84,16 @@ class ListedModules:
             self.matched.add(entry)
         return entry
 
+    def unmatched(self, modules: Sequence[str]) -> list[str]:
+        """Entries that cover none of `modules`: a name that was never matched is how a head ends up broken."""
+        left = {key: entry for key, entry in self._literal.items() if entry not in self.matched}
+        for module in modules if left else ():
+            parts = normalised(module).split(".")
+            for i in range(1, len(parts) + 1):
+                left.pop(".".join(parts[:i]), None)
+                left.pop(".".join(parts[i:]), None)
+        return [*left.values(), *(item for item in self._patterns if item not in self.matched)]
+
     def _matches(self, pattern: str, module: str, name: str) -> bool:
         import regex  # the standard library's re has no time limit
 
@@ -128,12 +138,9 @@ def parse_exclude(exclude: str | Sequence[str] | None, option: str = "exclude") 
     if exclude is None:
         return None
     items = (exclude,) if isinstance(exclude, str) else exclude
-    if not isinstance(items, Sequence | set | frozenset) or not all(
-        isinstance(item, str) and item for item in items
-    ):
+    if not isinstance(items, Sequence | set | frozenset) or not all(isinstance(item, str) and item for item in items):
         raise ConfigError(
-            f"{option}={shown(exclude)}: expected None, 'published', 'none', or a list of module names and "
-            "globs."
+            f"{option}={shown(exclude)}: expected None, 'published', 'none', or a list of module names and globs."
         )
     found = tuple(dict.fromkeys(items))
     if "none" in found and len(found) > 1:

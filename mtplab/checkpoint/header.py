@@ -65,9 +65,7 @@ def read_header(path: Path) -> Header:
         file.seek(8)
         data = file.read(length)
     if len(data) != length:
-        raise CheckpointError(
-            f"{path}: expected a header of {length} bytes, the file ended after {len(data)}."
-        )
+        raise CheckpointError(f"{path}: expected a header of {length} bytes, the file ended after {len(data)}.")
     content = load_object(data, f"{path} (safetensors header)")
     metadata = _metadata(path, content.pop("__metadata__", {}))
     return Header(path, _tensors(path, content, 8 + length, size), metadata)
@@ -79,8 +77,7 @@ def _header_length(path: Path, head: bytes, size: int) -> int:
         raise CheckpointError(f"{path}: expected a safetensors file, found {foreign[0]}. {foreign[1]}")
     if size < 10:
         raise CheckpointError(
-            f"{path}: expected a safetensors file, found {size} bytes: too short for a header. Download it "
-            "again."
+            f"{path}: expected a safetensors file, found {size} bytes: too short for a header. Download it again."
         )
     length = int.from_bytes(head[:8], "little")
     if length > MAX_HEADER_BYTES:
@@ -91,8 +88,7 @@ def _header_length(path: Path, head: bytes, size: int) -> int:
         )
     if length > size - 8:
         raise CheckpointError(
-            f"{path}: truncated: the header alone needs {length + 8} bytes, the file has {size}. Download "
-            "it again."
+            f"{path}: truncated: the header alone needs {length + 8} bytes, the file has {size}. Download it again."
         )
     if head[8:9] != b"{":
         raise CheckpointError(
@@ -111,9 +107,7 @@ def _tensors(path: Path, content: dict[str, Any], data_start: int, size: int) ->
     try:
         "".join(content).encode("utf-8")
     except UnicodeEncodeError:
-        raise CheckpointError(
-            f"{path}: a tensor's name holds half a surrogate pair; expected valid text."
-        ) from None
+        raise CheckpointError(f"{path}: a tensor's name holds half a surrogate pair; expected valid text.") from None
     found = [_tensor(path, name, entry, data_start) for name, entry in content.items()]
     found.sort(key=lambda info: (info.start, info.end))
     expected, last = data_start, "the header"
@@ -121,13 +115,10 @@ def _tensors(path: Path, content: dict[str, Any], data_start: int, size: int) ->
         where = f"{path}: tensor {shown(info.name)}"
         if info.start != expected:
             what = "overlaps" if info.start < expected else "leaves a hole after"
-            raise CheckpointError(
-                f"{where} {what} {last}: its data starts at byte {info.start}, expected {expected}."
-            )
+            raise CheckpointError(f"{where} {what} {last}: its data starts at byte {info.start}, expected {expected}.")
         if info.end > size:
             raise CheckpointError(
-                f"{where} needs bytes {info.start} to {info.end}, the file has {size}: truncated. Download "
-                "it again."
+                f"{where} needs bytes {info.start} to {info.end}, the file has {size}: truncated. Download it again."
             )
         expected, last = info.end, shown(info.name)
     if expected != size:
@@ -144,8 +135,7 @@ def _tensor(path: Path, name: str, entry: Any, data_start: int) -> TensorInfo:
     except (KeyError, TypeError):
         keys = ", ".join(sorted(map(shown, entry))) if isinstance(entry, dict) else type(entry).__name__
         raise CheckpointError(
-            f"{path}: tensor {shown(name)}: expected dtype, shape and data_offsets, found "
-            f"{keys[:200] or 'nothing'}."
+            f"{path}: tensor {shown(name)}: expected dtype, shape and data_offsets, found {keys[:200] or 'nothing'}."
         ) from None
     where = f"{path}: tensor {shown(name)}"
     bits = DTYPE_BITS.get(dtype) if isinstance(dtype, str) else None
@@ -153,8 +143,7 @@ def _tensor(path: Path, name: str, entry: Any, data_start: int) -> TensorInfo:
         raise CheckpointError(f"{where}: unknown dtype {shown(dtype)}; known: {', '.join(DTYPE_BITS)}.")
     if not _is_sizes(shape) or len(shape) > MAX_DIMENSIONS:
         raise CheckpointError(
-            f"{where}: expected a shape of at most {MAX_DIMENSIONS} sizes from 0 to 2**63-1, "
-            f"found {shown(shape)}."
+            f"{where}: expected a shape of at most {MAX_DIMENSIONS} sizes from 0 to 2**63-1, found {shown(shape)}."
         )
     if not _is_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
         raise CheckpointError(f"{where}: expected data_offsets [begin, end], found {shown(offsets)}.")

@@ -28,9 +28,7 @@ class Files(NamedTuple):
     index: Path | None
     shards: tuple[Path, ...]
     tensors: dict[str, TensorInfo]
-    unindexed: dict[
-        str, TensorInfo
-    ]  # in a shard, but not in the index: what follows the index never sees them
+    unindexed: dict[str, TensorInfo]  # in a shard, but not in the index: what follows the index never sees them
     unused: tuple[Path, ...]  # safetensors files beside the checkpoint that belong to none of the above
     metadata: dict[str, dict[str, str]]  # by shard name, where there is any
 
@@ -66,9 +64,7 @@ def _from_folder(folder: Path) -> Files:
         unused = tuple(folder / name for name in shards if name != SINGLE_NAME)
         return _gather(folder, None, [read_header(folder / SINGLE_NAME)], unused)
     if not shards:
-        raise CheckpointError(
-            f"{folder}: expected {SINGLE_NAME}, {INDEX_NAME} or *.safetensors, {_instead(names)}"
-        )
+        raise CheckpointError(f"{folder}: expected {SINGLE_NAME}, {INDEX_NAME} or *.safetensors, {_instead(names)}")
     return _gather(folder, None, [read_header(folder / name) for name in shards], unused=())
 
 
@@ -93,9 +89,7 @@ def _from_index(index: Path, present: Iterable[str] = ()) -> Files:
 def _weight_map(index: Path, content: dict[str, Any]) -> dict[str, str]:
     weight_map = content.get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
-        raise CheckpointError(
-            f"{index}: expected a weight_map from tensor to file, found {shown(weight_map)}."
-        )
+        raise CheckpointError(f"{index}: expected a weight_map from tensor to file, found {shown(weight_map)}.")
     for name, shard in weight_map.items():
         problem = "not a string" if not isinstance(shard, str) else _leaves_folder(shard)
         if problem:

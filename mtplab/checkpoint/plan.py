@@ -15,8 +15,9 @@ from typing import Any
 from mtplab.checkpoint.exclusions import QWEN_PUBLISHED, ListedModules, UserPatterns, parse_exclude
 from mtplab.checkpoint.formats import QuantizationConfig
 from mtplab.checkpoint.header import TensorInfo
-from mtplab.checkpoint.names import draft_prefixes, kind_of, module_of, part_of
+from mtplab.checkpoint.names import draft_prefixes, kind_of, module_of, nearest, part_of
 from mtplab.checkpoint.pairing import Pairing
+from mtplab.checkpoint.strict_json import shown
 from mtplab.errors import ConfigError
 
 __all__ = ["LOAD_BLOCK", "MODEL_FORMATS", "ModulePlan", "Plan", "make_plan"]
@@ -121,7 +122,7 @@ def make_plan(
         part = part_of(name, drafts)
         modules.append(decide(name, part, members, draft if part == "draft" else target))
     modules.sort(key=lambda module: (_PART_ORDER[module.part], _natural(module.name)))
-    return Plan(tuple(modules), model_format, warnings)
+    return Plan(tuple(modules), model_format, (*warnings, *decide.warnings(list(grouped))))
 
 
 def _group(tensors: Mapping[str, TensorInfo], pairing: Pairing) -> dict[str, list[TensorInfo]]:
@@ -136,21 +137,19 @@ def _group(tensors: Mapping[str, TensorInfo], pairing: Pairing) -> dict[str, lis
 
 def _natural(name: str) -> list[tuple[int, str]]:
     """Sort key under which layer 2 stands before layer 10."""
-    return [
-        (int(piece), "") if piece.isdecimal() else (-1, piece) for piece in re.split(r"([0-9]{1,18})", name)
-    ]
+    return [(int(piece), "") if piece.isdecimal() else (-1, piece) for piece in re.split(r"([0-9]{1,18})", name)]
 
 
 class _Decision:
-    def __init__(
-        self, pairing: Pairing, quantization: QuantizationConfig | None, model_format: str | None
-    ) -> None:
+    def __init__(self, pairing: Pairing, quantization: QuantizationConfig | None, model_format: str | None) -> None:
         self._pairing = pairing
         self._quantization = quantization
         self._at_load = model_format == "fp8" and quantization is None
         self._asked_in_vain = model_format == "fp8" and quantization is not None
         listed = quantization.exclusions if quantization is not None else ()
-        self._listed = ListedModules(listed, quantization.where if quantization is not None else "")
+        self._where = quantization.where if quantization is not None else ""
+        self._listed = ListedModules(listed, self._where)
+        self._listed_as_fp8: list[str] = []
         self._key = quantization.exclusions_key if quantization is not None else ""
 
     def __call__(self, name: str, part: str, members: list[TensorInfo], user: UserPatterns) -> ModulePlan:
@@ -172,9 +171,28 @@ class _Decision:
                     weight, activation, block = "fp8", "fp8", LOAD_BLOCK
             else:
                 rule = self._stored_plain(name, kind, info)
-        return ModulePlan(
-            name, part, kind, info.dtype, weight, activation, rule, info.shape, nbytes, scale, block
-        )
+        return ModulePlan(name, part, kind, info.dtype, weight, activation, rule, info.shape, nbytes, scale, block)
+
+    def warnings(self, modules: list[str]) -> list[str]:
+        """What the checkpoint's own list says that its tensors do not bear out."""
+        found = []
+        if self._listed_as_fp8:
+            found.append(
+                f"{self._where}: {self._key} lists {len(self._listed_as_fp8)} modules that are stored as "
+                "FP8 with a "
+                f"scale, {shown(self._listed_as_fp8[0])} first: an engine that builds them in BF16 reads "
+                "raw codes"
+            )
+        # a tied head has no tensor of its own, and every published list names it
+        idle = [entry for entry in self._listed.unmatched(modules) if not entry.endswith("lm_head")]
+        if idle:
+            near = nearest(idle[0], modules, 1)
+            hint = f" (nearest to the first: {shown(near[0])})" if near else ""
+            found.append(
+                f"{self._where}: {len(idle)} entries of {self._key} name no module of this checkpoint: "
+                f"{', '.join(map(shown, idle[:4]))}{hint}"
+            )
+        return found
 
     def _stored_fp8(self, name: str, user: UserPatterns) -> tuple[str, str]:
         assert self._quantization is not None
@@ -182,38 +200,31 @@ class _Decision:
         own = user.own_pattern(name)
         if own is not None:
             return "none", (
-                f"excluded by {own!r}: its stored FP8 values stay, since what they lost cannot be brought "
+                f"excluded by {shown(own)}: its stored FP8 values stay, since what they lost cannot be "
+                "brought "
                 "back; "
                 "only its activations are no longer rounded"
             )
         entry = self._listed.entry_for(name)
         if entry is not None:
+            self._listed_as_fp8.append(name)
             rule = (
-                f"stored as FP8 with a scale although {self._key} lists {entry!r}: "
-                "the tensors count, used as FP8"
+                f"stored as FP8 with a scale although {self._key} lists {shown(entry)}: the tensors count, used as FP8"
             )
         else:
             rule = f"stored as FP8 with a scale per {bm}x{bn} block and not excluded: used as FP8"
-        return "fp8", rule + (
-            "; model_format='fp8' changes nothing, it is FP8 already" if self._asked_in_vain else ""
-        )
+        return "fp8", rule + ("; model_format='fp8' changes nothing, it is FP8 already" if self._asked_in_vain else "")
 
     def _stored_plain(self, name: str, kind: str, info: TensorInfo) -> str:
         if self._quantization is None:
             return f"stored as {info.dtype} in a checkpoint that is not quantised: used as stored"
         entry = self._listed.entry_for(name)
         junk = "; the scale beside it is ignored" if self._pairing.scale_of(info.name) is not None else ""
-        vain = (
-            "; model_format='fp8' does not quantise what an FP8 checkpoint left out"
-            if self._asked_in_vain
-            else ""
-        )
+        vain = "; model_format='fp8' does not quantise what an FP8 checkpoint left out" if self._asked_in_vain else ""
         if entry is not None:
-            return f"{self._key} lists {entry!r}: kept in {info.dtype} as stored{junk}{vain}"
+            return f"{self._key} lists {shown(entry)}: kept in {info.dtype} as stored{junk}{vain}"
         if kind == "linear":
-            return (
-                f"stored as {info.dtype} though {self._key} does not list it: the tensors count{junk}{vain}"
-            )
+            return f"stored as {info.dtype} though {self._key} does not list it: the tensors count{junk}{vain}"
         return f"stored as {info.dtype}: only linear weights are quantised{junk}"
 
     def _loaded(self, name: str, kind: str, info: TensorInfo, user: UserPatterns) -> tuple[bool, str]:
@@ -221,7 +232,7 @@ class _Decision:
             return False, f"stored as {info.dtype}: only linear weights are quantised as they are loaded"
         own = user.own_pattern(name)
         if own is not None:
-            return False, f"excluded by {own!r}: kept in {info.dtype} as stored"
+            return False, f"excluded by {shown(own)}: kept in {info.dtype} as stored"
         preset = user.published_pattern(name)
         if preset is not None:
             return False, f"excluded by {preset!r} of the published preset: kept in {info.dtype} as stored"

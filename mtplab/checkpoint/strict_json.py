@@ -73,15 +73,12 @@ def load_object(data: bytes, where: str) -> dict[str, Any]:
         value = json.loads(data.decode("utf-8"), object_pairs_hook=unique)
     except UnicodeDecodeError as error:
         raise CheckpointError(
-            f"{where}: expected UTF-8 text, found byte {error.object[error.start]:#04x} "
-            f"at offset {error.start}."
+            f"{where}: expected UTF-8 text, found byte {error.object[error.start]:#04x} at offset {error.start}."
         ) from None
     except RecursionError:
         raise CheckpointError(f"{where}: expected plain JSON, found brackets nested too deep.") from None
     except ValueError as error:
-        raise CheckpointError(
-            f"{where}: expected JSON, found text that is none: {str(error)[:200]}."
-        ) from None
+        raise CheckpointError(f"{where}: expected JSON, found text that is none: {str(error)[:200]}.") from None
     if not isinstance(value, dict):
         raise CheckpointError(f"{where}: expected a JSON object, found {type(value).__name__}.")
     return value

@@ -64,22 +64,17 @@ def read_tensor(info: TensorInfo) -> torch.Tensor:
     dtype = TORCH_DTYPES.get(info.dtype)
     where = f"{info.file}: tensor {shown(info.name)}"
     if dtype is None:
-        raise CheckpointError(
-            f"{where} is {info.dtype}: expected a dtype that torch has; it cannot be read as values."
-        )
+        raise CheckpointError(f"{where} is {info.dtype}: expected a dtype that torch has; it cannot be read as values.")
     fd, size = open_regular(info.file, "a safetensors file")
     try:
         if size < info.end:
             raise CheckpointError(
-                f"{where} needs bytes {info.start} to {info.end}, the file now has {size}: it changed or "
-                "was truncated."
+                f"{where} needs bytes {info.start} to {info.end}, the file now has {size}: it changed or was truncated."
             )
         try:
             raw = torch.empty(info.nbytes, dtype=torch.uint8)
         except RuntimeError:
-            raise CheckpointError(
-                f"{where} needs {info.nbytes} bytes of memory, more than there is."
-            ) from None
+            raise CheckpointError(f"{where} needs {info.nbytes} bytes of memory, more than there is.") from None
         _read_into(fd, raw, info, where)
     finally:
         os.close(fd)
@@ -94,9 +89,7 @@ def _read_into(fd: int, raw: torch.Tensor, info: TensorInfo, where: str) -> None
         except OSError as error:
             raise CheckpointError(f"{where} cannot be read: {error.strerror}.") from None
         if got == 0:
-            raise CheckpointError(
-                f"{where}: expected {info.nbytes} bytes, the file ended after {done}: truncated."
-            )
+            raise CheckpointError(f"{where}: expected {info.nbytes} bytes, the file ended after {done}: truncated.")
         done += got
 
 

@@ -48,9 +48,7 @@ class SafetensorsWriter:
         for name in order:
             dtype, shape = self._layout[name]
             if name == "__metadata__":
-                raise ConfigError(
-                    "a tensor cannot be called '__metadata__': safetensors keeps the name for itself."
-                )
+                raise ConfigError("a tensor cannot be called '__metadata__': safetensors keeps the name for itself.")
             bits = DTYPE_BITS[dtype]
             for dim in shape:
                 bits *= dim
@@ -64,9 +62,7 @@ class SafetensorsWriter:
         text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode("utf-8")
         text += b" " * (-len(text) % _ALIGNMENT)
         if len(text) > MAX_HEADER_BYTES:
-            raise ConfigError(
-                f"{self._path}: the header would take {len(text)} bytes, at most {MAX_HEADER_BYTES}."
-            )
+            raise ConfigError(f"{self._path}: the header would take {len(text)} bytes, at most {MAX_HEADER_BYTES}.")
         self._data_start, self._size = 8 + len(text), 8 + len(text) + offset
         self._head = len(text).to_bytes(8, "little") + text
         self._missing = set(order)
@@ -142,9 +138,7 @@ def dtype_name(tensor: torch.Tensor) -> str:
     for name, dtype in TORCH_DTYPES.items():
         if dtype == tensor.dtype:
             return name
-    raise ConfigError(
-        f"{tensor.dtype}: safetensors has no such dtype; expected one of {', '.join(TORCH_DTYPES)}."
-    )
+    raise ConfigError(f"{tensor.dtype}: safetensors has no such dtype; expected one of {', '.join(TORCH_DTYPES)}.")
 
 
 def sync_folder(folder: Path) -> None:

@@ -31,11 +31,7 @@ def _parse(content: dict[str, Any], where: str) -> QuantizationConfig:
             "not read yet."
         )
     block = content.get("weight_block_size")
-    if not (
-        isinstance(block, list)
-        and len(block) == 2
-        and all(type(b) is int and 0 < b <= _MAX_BLOCK for b in block)
-    ):
+    if not (isinstance(block, list) and len(block) == 2 and all(type(b) is int and 0 < b <= _MAX_BLOCK for b in block)):
         told = "per-tensor scales are not read yet" if block is None else "two positive whole numbers"
         raise CheckpointError(f"{where}: weight_block_size {shown(block)}, expected like [128, 128]: {told}.")
     entries: list[str] = []

@@ -85,7 +85,7 @@ class ListedModules:
         return entry
 
     def unmatched(self, modules: Sequence[str]) -> list[str]:
-        """Entries that cover none of `modules`: a name that was never matched is how a head ends up broken."""
+        """Entries that cover none of `modules`: what they were to protect is not protected."""
         left = {key: entry for key, entry in self._literal.items() if entry not in self.matched}
         for module in modules if left else ():
             parts = normalised(module).split(".")

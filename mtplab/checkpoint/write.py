@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,7 +21,7 @@ from mtplab.errors import CheckpointError, ConfigError
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["SafetensorsWriter", "dtype_name", "sync_folder", "write_safetensors"]
+__all__ = ["SafetensorsWriter", "data_bytes", "dtype_name", "sync_folder", "write_safetensors"]
 
 _ALIGNMENT = 8
 
@@ -49,16 +50,9 @@ class SafetensorsWriter:
             dtype, shape = self._layout[name]
             if name == "__metadata__":
                 raise ConfigError("a tensor cannot be called '__metadata__': safetensors keeps the name for itself.")
-            bits = DTYPE_BITS[dtype]
-            for dim in shape:
-                bits *= dim
-            header[name] = {
-                "dtype": dtype,
-                "shape": list(shape),
-                "data_offsets": [offset, offset + bits // 8],
-            }
-            self._start[name] = offset
-            offset += bits // 8
+            end = offset + data_bytes(dtype, shape)
+            header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [offset, end]}
+            self._start[name], offset = offset, end
         text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode("utf-8")
         text += b" " * (-len(text) % _ALIGNMENT)
         if len(text) > MAX_HEADER_BYTES:
@@ -139,6 +133,11 @@ def dtype_name(tensor: torch.Tensor) -> str:
         if dtype == tensor.dtype:
             return name
     raise ConfigError(f"{tensor.dtype}: safetensors has no such dtype; expected one of {', '.join(TORCH_DTYPES)}.")
+
+
+def data_bytes(dtype: str, shape: tuple[int, ...]) -> int:
+    """Bytes of a tensor of this safetensors dtype and shape."""
+    return DTYPE_BITS[dtype] * math.prod(shape) // 8
 
 
 def sync_folder(folder: Path) -> None:

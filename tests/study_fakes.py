@@ -75,9 +75,8 @@ class FakeModel:
     def __init__(self, path, **settings):
         self.path = path
         self.settings = settings
-
-    def weight_bytes(self, part):
-        return {"target": 3000, "draft": 1000}[part]
+        sizes = {None: 4000, "draft": 1000}
+        self.plan = SimpleNamespace(loaded_nbytes=lambda part=None: sizes[part])
 
     def kv_bytes_per_token(self, policy, part):
         return {"none": 256, "int8": 136}.get(policy, 128) * {"target": 2, "draft": 1}[part]

@@ -34,7 +34,7 @@ def test_narrowed_by_domain_and_limit(tmp_path):
     assert [p.domain for p in prompts.narrowed(["y"], 2).prompts] == ["y", "y"]
     assert [p.domain for p in prompts.narrowed(limit=1).prompts] == ["x", "y"]
     assert prompts.narrowed(["y"]).label != prompts.label
-    with pytest.raises(ConfigError, match="'z'.*it has x, y"):
+    with pytest.raises(ConfigError, match=r"'z'.*it has x, y"):
         prompts.narrowed(["z"])
     with pytest.raises(ConfigError, match="limit of 0"):
         prompts.narrowed(limit=0)
@@ -91,7 +91,7 @@ def test_what_is_no_prompt_is_refused(source, says):
 
 
 def test_empty_files_and_folders(tmp_path):
-    with pytest.raises(ConfigError, match="no .jsonl file"):
+    with pytest.raises(ConfigError, match=r"no \.jsonl file"):
         load_prompts(tmp_path)
     (tmp_path / "a.jsonl").write_text("\n\n")
     with pytest.raises(ConfigError, match="no prompt in this file"):
@@ -102,5 +102,5 @@ def test_a_broken_tokenizer_is_a_checkpoint_error(tmp_path):
     with pytest.raises(CheckpointError, match="no tokenizer"):
         tokenizer_encoder(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{}")
-    with pytest.raises(CheckpointError, match="tokenizer.json: not a tokenizer"):
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json: not a tokenizer"):
         tokenizer_encoder(tmp_path)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import subprocess
@@ -12,6 +11,7 @@ import warnings
 import pytest
 from study_fakes import make_checkpoint
 
+from mtplab.config import EngineConfig, SamplingConfig, SpecConfig
 from mtplab.errors import ConfigError
 from mtplab.study import ResultRow, read_rows
 from mtplab.study.grid import Settings, build_units
@@ -20,22 +20,16 @@ from mtplab.study.producer import error_row
 from mtplab.study.prompts import load_prompts
 from mtplab.study.store import PointStore, write_atomically
 
-SETTINGS = Settings(
-    device="cpu",
-    dtype=None,
-    model_format=None,
-    activation_rounding=True,
-    exact=True,
-    top_k=0,
-    top_p=1.0,
-    seed=0,
-    max_new_tokens=8,
-    draft_sampling="greedy",
-    hidden="post_norm",
-)
+
+def settings(engine=None, spec=None, sampling=None) -> Settings:
+    return Settings(
+        EngineConfig.of(**engine or {}),
+        SpecConfig.of(**spec or {}),
+        SamplingConfig.of(**{"max_new_tokens": 8, **(sampling or {})}),
+    )
 
 
-def one_unit(checkpoint, settings=SETTINGS, **changes):
+def one_unit(checkpoint, given=None, **changes):
     axes = {
         "depths": (0, 1),
         "sets": [load_prompts([[1, 2], [3]])],
@@ -46,7 +40,7 @@ def one_unit(checkpoint, settings=SETTINGS, **changes):
         "temperature": (0.0,),
         **changes,
     }
-    (unit,) = build_units(checkpoint, settings, **axes)
+    (unit,) = build_units(checkpoint, given or settings(), **axes)
     return unit
 
 
@@ -68,18 +62,20 @@ def test_the_hash_changes_with_everything_that_matters(tmp_path):
     ):
         hashes.append(one_unit(checkpoint, **change).point)
     for change in (
-        {"seed": 1},
-        {"max_new_tokens": 9},
-        {"top_k": 5},
-        {"top_p": 0.5},
-        {"exact": False},
-        {"activation_rounding": False},
-        {"draft_sampling": "sampled"},
-        {"hidden": "pre_norm"},
-        {"device": "cuda"},
-        {"dtype": "bfloat16"},
+        {"sampling": {"seed": 1}},
+        {"sampling": {"max_new_tokens": 9}},
+        {"sampling": {"top_k": 5}},
+        {"sampling": {"top_p": 0.5}},
+        {"sampling": {"ignore_eos": True}},
+        {"engine": {"exact": False}},
+        {"engine": {"activation_rounding": False}},
+        {"engine": {"device": "cuda"}},
+        {"engine": {"dtype": "bfloat16"}},
+        {"spec": {"draft_sampling": "sampled"}},
+        {"spec": {"target_hidden": "pre_norm"}},
+        {"spec": {"draft_hidden": "pre_norm"}},
     ):
-        hashes.append(one_unit(checkpoint, dataclasses.replace(SETTINGS, **change)).point)
+        hashes.append(one_unit(checkpoint, settings(**change)).point)
     hashes.append(one_unit(make_checkpoint(tmp_path / "other", b"v" + b"w" * 63)).point)
     assert len(set(hashes)) == len(hashes)
 
@@ -93,7 +89,7 @@ def test_the_hash_ignores_labels_paths_depths_and_device_index(tmp_path):
     preset = {"exclude": ("published",)}
     checkpoint = make_checkpoint(tmp_path / "m")
     assert one_unit(checkpoint, **spelled).point == one_unit(checkpoint, **preset).point
-    cuda = [one_unit(checkpoint, dataclasses.replace(SETTINGS, device=d)).point for d in ("cuda:0", "cuda:1")]
+    cuda = [one_unit(checkpoint, settings({"device": name})).point for name in ("cuda:0", "cuda:1")]
     assert cuda[0] == cuda[1]
 
 

@@ -16,6 +16,7 @@ import time
 import pytest
 import study_fakes as fakes
 
+from mtplab.config import EngineConfig, SpecConfig
 from mtplab.errors import ConfigError, MtplabError
 from mtplab.study import Prompt, ResultRow, read_rows, sweep
 from mtplab.study.progress import Estimator, clock
@@ -243,8 +244,12 @@ def test_greedy_output_that_depends_on_depth_is_a_finding(checkpoint, tmp_path):
 
 def test_a_loaded_model_stands_for_no_exclusion(checkpoint, tmp_path):
     model = fakes.FakeModel(str(checkpoint.path))
-    model.checkpoint, model.plan, model.dtype = checkpoint, checkpoint.plan(), "float32"
-    run(model, tmp_path, depths=[1])
+    model.checkpoint = checkpoint
+    model.engine = EngineConfig(exclude=("mtp.*",), model_format="fp8")
+    model.spec = SpecConfig.from_target(model.engine)
+    model.plan.modules = checkpoint.plan(exclude=["mtp.*"], model_format="fp8").modules
+    result = run(model, tmp_path, depths=[1])
+    assert [row.exclude_label for row in result] == ["mtp.*", "mtp.*", "none", "none"]
     assert fakes.calls(checkpoint.path, "load") == ["load none fp8"]
 
 
@@ -364,6 +369,7 @@ def test_cancel_reaches_a_process_pool(checkpoint, tmp_path, monkeypatch):
     assert result.cancelled
     assert time.monotonic() - started < 5
     assert not list((tmp_path / "results" / ".locks").glob("cancel-*"))
+    monkeypatch.setenv("FAKE_SECONDS", "0")
     assert run(checkpoint, tmp_path, depths=range(9)).reused >= result.computed
 
 

@@ -7,11 +7,11 @@ points are all on disk is read back without a model, and without torch.
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from mtplab.config import MAX_DEPTH, EngineConfig, SamplingConfig, SpecConfig
 from mtplab.errors import ConfigError
 from mtplab.quant.policy import resolve_policy
 from mtplab.study.identity import checkpoint_folder, checkpoint_identity
@@ -20,43 +20,23 @@ from mtplab.study.producer import Labels
 from mtplab.study.prompts import PromptSet, load_prompts, tokenizer_encoder
 from mtplab.study.worker import Unit, Variant
 
-__all__ = ["MAX_DEPTH", "Settings", "build_units", "check_depths", "exclude_label", "prompt_sets"]
+__all__ = ["Settings", "build_units", "check_depths", "exclude_label", "prompt_sets"]
 
-MAX_DEPTH = 16
 AS_STORED = "as stored"
 PRESETS = ("published", "none")
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What is the same for every point of a sweep; checked by `check`."""
+    """What is the same for every point of a sweep, validated by the configs themselves.
 
-    device: str
-    dtype: Any
-    model_format: str | None
-    activation_rounding: bool
-    exact: bool
-    top_k: int
-    top_p: float
-    seed: int
-    max_new_tokens: int
-    draft_sampling: str
-    hidden: str
+    `engine.exclude` and `spec.exclude` are what an exclusion set of None stands for; depth, policies and
+    temperature in them are the axes' business and not read.
+    """
 
-    def check(self) -> None:
-        """Raises `ConfigError` naming the setting, what it is and what it may be."""
-        _whole("top_k", self.top_k, 0, None)
-        _whole("seed", self.seed, None, None)
-        _whole("max_new_tokens", self.max_new_tokens, 1, None)
-        if not isinstance(self.top_p, int | float) or isinstance(self.top_p, bool) or not 0 < self.top_p <= 1:
-            raise ConfigError(f"top_p is {self.top_p!r}; expected a number above 0 and at most 1")
-        for name, value, known in (
-            ("draft_sampling", self.draft_sampling, ("greedy", "sampled")),
-            ("hidden", self.hidden, ("post_norm", "pre_norm")),
-            ("model_format", self.model_format, (None, "fp8")),
-        ):
-            if value not in known:
-                raise ConfigError(f"{name} is {value!r}; expected one of {', '.join(map(str, known))}")
+    engine: EngineConfig
+    spec: SpecConfig
+    sampling: SamplingConfig
 
 
 def check_depths(depths: Any) -> tuple[int, ...]:
@@ -67,7 +47,8 @@ def check_depths(depths: Any) -> tuple[int, ...]:
         raise ConfigError(f"depths are {depths!r}; expected whole numbers, such as range(0, 9)")
     found = list(depths)
     for depth in found:
-        _whole("a depth", depth, 0, MAX_DEPTH)
+        if not isinstance(depth, int) or isinstance(depth, bool) or not 0 <= depth <= MAX_DEPTH:
+            raise ConfigError(f"a depth is {depth!r}; expected a whole number from 0 to {MAX_DEPTH}")
     if not found:
         raise ConfigError("there is no depth to run; give at least one, such as range(0, 9)")
     return tuple(sorted(set(found)))
@@ -82,10 +63,10 @@ def prompt_sets(prompts: Any) -> list[PromptSet]:
     return [PromptSet(str(label), load_prompts(value).prompts) for label, value in prompts.items()]
 
 
-def exclude_label(exclude: Any) -> str:
-    """`as stored`, a preset's name, or the globs."""
+def exclude_label(exclude: Any, quantised: bool = False) -> str:
+    """A preset's name or the globs; for None `published` where weights are FP8, else `as stored`."""
     if exclude is None:
-        return AS_STORED
+        return "published" if quantised else AS_STORED
     return exclude if isinstance(exclude, str) else ", ".join(exclude) or "none"
 
 
@@ -99,7 +80,6 @@ def build_units(
     quant_policy: Any,
     draft_quant_policy: Any,
     temperature: Any,
-    loaded: Any = None,
     encode: Callable[[str], list[int]] | None = None,
 ) -> list[Unit]:
     """The product of all axes, slowest first: exclusions, prompts, temperature, policy, draft's policy.
@@ -109,13 +89,11 @@ def build_units(
         exclude, draft_exclude: sequences of None, a preset, a glob or a list of globs; `draft_exclude` None
             means "as the target's", point by point.
         quant_policy, draft_quant_policy: sequences of names or numbers; `draft_quant_policy` None likewise.
-        loaded: a loaded model whose plan stands for `exclude=None`.
         encode: text to ids; by default the tokenizer beside the checkpoint.
 
     Raises:
         ConfigError, CheckpointError: as found at the edge, before anything runs.
     """
-    settings.check()
     identity = checkpoint_identity(checkpoint)
     folder = checkpoint_folder(checkpoint)
     if encode is None and any(p.ids is None for s in sets for p in s.prompts):
@@ -125,13 +103,19 @@ def build_units(
     draft_policies = None
     if draft_quant_policy is not None:
         draft_policies = _policies("draft_quant_policy", draft_quant_policy)
-    temperatures = [_temperature(t) for t in axis("temperature", temperature)]
+    temperatures = _distinct(_temperature(t) for t in axis("temperature", temperature))
+    engine, spec, sampling = settings.engine, settings.spec, settings.sampling
     units = []
     for target_set, draft_set in _exclusions(exclude, draft_exclude):
-        variant, plan = _variant(checkpoint, settings, target_set, draft_set, loaded)
-        label = exclude_label(target_set)
+        if target_set is None:  # as the model was loaded, or would be
+            target_set = engine.exclude
+            if draft_set is None and spec.exclude != engine.exclude:
+                draft_set = spec.exclude
+        variant, plan = _variant(checkpoint, engine, target_set, draft_set)
+        quantised = variant.model_format is not None or checkpoint.quantization is not None
+        label = exclude_label(target_set, quantised)
         if draft_set is not None and draft_set != target_set:
-            label += f" (draft: {exclude_label(draft_set)})"
+            label += f" (draft: {exclude_label(draft_set, quantised)})"
         for (prompts, ids), degree, policy in itertools.product(encoded, temperatures, policies):
             for draft_policy in draft_policies or [policy]:
                 config = PointConfig(
@@ -140,19 +124,21 @@ def build_units(
                     excluded=excluded_modules(plan.modules, "target"),
                     draft_excluded=excluded_modules(plan.modules, "draft"),
                     model_format=variant.model_format,
-                    activation_rounding=settings.activation_rounding,
-                    exact=settings.exact,
-                    device=str(settings.device).split(":")[0],
-                    dtype=str(settings.dtype or "default").removeprefix("torch."),
+                    activation_rounding=engine.activation_rounding,
+                    exact=engine.exact,
+                    device=engine.device.split(":")[0],
+                    dtype=engine.dtype or "default",
                     quant_policy=policy,
                     draft_quant_policy=draft_policy,
                     temperature=degree,
-                    top_k=settings.top_k,
-                    top_p=float(settings.top_p),
-                    seed=settings.seed,
-                    draft_sampling=settings.draft_sampling,
-                    hidden=settings.hidden,
-                    max_new_tokens=settings.max_new_tokens,
+                    top_k=sampling.top_k,
+                    top_p=sampling.top_p,
+                    seed=sampling.seed,
+                    max_new_tokens=sampling.max_new_tokens,
+                    ignore_eos=sampling.ignore_eos,
+                    draft_sampling=spec.draft_sampling,
+                    target_hidden=spec.target_hidden,
+                    draft_hidden=spec.draft_hidden,
                     prompts=ids,
                     domains=tuple(prompt.domain for prompt in prompts.prompts),
                 )
@@ -196,35 +182,28 @@ def _exclusion(name: str, item: Any) -> str | tuple[str, ...] | None:
     return globs or "none"
 
 
-def _variant(checkpoint: Any, settings: Settings, exclude: Any, draft_exclude: Any, loaded: Any):
+def _variant(checkpoint: Any, engine: EngineConfig, exclude: Any, draft_exclude: Any) -> tuple[Variant, Any]:
     """The weights to load for a pair of exclusion sets, and their plan."""
-    model_format = settings.model_format
+    model_format = engine.model_format
     as_stored = exclude is None and draft_exclude is None
     if model_format is None and checkpoint.quantization is None and not as_stored:
         # excluding something from FP8 says what the rest is: a BF16 file is quantised as it is loaded
         model_format = "fp8"
-    own = loaded is not None and as_stored
-    if own:
-        plan = loaded.plan
-    else:
-        plan = checkpoint.plan(
-            exclude=list(exclude) if isinstance(exclude, tuple) else exclude,
-            draft_exclude=list(draft_exclude) if isinstance(draft_exclude, tuple) else draft_exclude,
-            model_format=model_format,
-        )
     variant = Variant(
-        key=f"{plan_digest(plan.modules)} {settings.device} {settings.dtype} "
-        f"{settings.activation_rounding} {settings.exact}",
+        key="",
         path=str(checkpoint.path),
-        device=str(settings.device),
-        dtype=settings.dtype,
+        device=engine.device,
+        dtype=engine.dtype,
         exclude=exclude,
         draft_exclude=draft_exclude,
         model_format=model_format,
-        activation_rounding=settings.activation_rounding,
-        exact=settings.exact,
+        activation_rounding=engine.activation_rounding,
+        exact=engine.exact,
     )
-    return variant, plan
+    weights = ("exclude", "draft_exclude", "model_format")
+    plan = checkpoint.plan(**{k: v for k, v in variant.arguments().items() if k in weights})
+    key = f"{plan_digest(plan.modules)} {engine.device} {engine.dtype} {engine.activation_rounding} {engine.exact}"
+    return replace(variant, key=key), plan
 
 
 def _policies(name: str, value: Any) -> list[str]:
@@ -232,10 +211,9 @@ def _policies(name: str, value: Any) -> list[str]:
 
 
 def _temperature(value: Any) -> float:
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not number or not math.isfinite(value) or value < 0:
+    if isinstance(value, str | bool):
         raise ConfigError(f"temperature is {value!r}; expected a number, 0 (greedy) or above")
-    return float(value) + 0.0  # -0.0 is 0.0
+    return SamplingConfig.of(temperature=value).temperature + 0.0  # -0.0 is 0.0
 
 
 def _distinct(values: Iterable[Any]) -> list[Any]:
@@ -244,13 +222,3 @@ def _distinct(values: Iterable[Any]) -> list[Any]:
 
 def _as_globs(exclude: Any) -> tuple[str, ...] | None:
     return (exclude,) if isinstance(exclude, str) else exclude
-
-
-def _whole(name: str, value: Any, least: int | None, most: int | None) -> None:
-    good = isinstance(value, int) and not isinstance(value, bool)
-    if good and (least is None or value >= least) and (most is None or value <= most):
-        return
-    bounds = ""
-    if least is not None:
-        bounds = f" from {least} to {most}" if most is not None else f", {least} or above"
-    raise ConfigError(f"{name} is {value!r}; expected a whole number{bounds}")

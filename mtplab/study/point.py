@@ -49,8 +49,10 @@ class PointConfig(BaseModel):
     top_p: Annotated[float, Field(gt=0.0, le=1.0)]
     seed: int
     draft_sampling: Literal["greedy", "sampled"]
-    hidden: Literal["post_norm", "pre_norm"]
+    target_hidden: Literal["post_norm", "pre_norm"]
+    draft_hidden: Literal["post_norm", "pre_norm"]
     max_new_tokens: Annotated[int, Field(ge=1)]
+    ignore_eos: bool
     prompts: tuple[tuple[int, ...], ...]
     domains: tuple[str, ...]
 

@@ -63,7 +63,9 @@ def produce(
         draft_quant_policy=config.draft_quant_policy,
         draft_sampling=config.draft_sampling,
         exact=config.exact,
-        hidden=config.hidden,
+        target_hidden=config.target_hidden,
+        draft_hidden=config.draft_hidden,
+        ignore_eos=config.ignore_eos,
         on_round=on_round,
         cancel=cancel,
     )
@@ -124,9 +126,10 @@ def _by_domain(domains: Sequence[str], per_prompt: Sequence[Counts]) -> dict[str
 
 
 def _bytes(model: Any, config: PointConfig, generation: Any) -> dict[str, Any]:
+    draft = model.plan.loaded_nbytes("draft")
     return {
-        "target_weight_bytes": model.weight_bytes("target"),
-        "draft_weight_bytes": model.weight_bytes("draft"),
+        "target_weight_bytes": model.plan.loaded_nbytes() - draft,
+        "draft_weight_bytes": draft,
         "kv_bytes_per_token": model.kv_bytes_per_token(config.quant_policy, "target"),
         "draft_kv_bytes_per_token": model.kv_bytes_per_token(config.draft_quant_policy, "draft"),
         "state_bytes": (generation.memory or {}).get("state_bytes"),

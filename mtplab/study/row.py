@@ -55,7 +55,8 @@ class ResultRow(_Frozen):
     Settings: `exclude` is what the user asked for (None: as stored), `exclude_label` its short name. Numbers:
     `tokens` are those emitted by rounds (the prompt's first token belongs to no round), so that
     `acceptance_length == tokens / rounds`; `per_position` (length = depth) is unconditional, `conditional`
-    has None where no round got that far. Bytes are bytes; `kv_bytes_per_token` is summed over layers,
+    has None where no round got that far. `target_weight_bytes` counts all that is not the draft's, embedding and
+    head included, in the dtypes that the plan gives; `kv_bytes_per_token` is summed over layers,
     `state_bytes` is the recurrent and convolution state of one sequence. `seconds` is the wall time of the
     run without its prefill and `tokens_per_second` is `tokens / seconds`. `kl` (nats), `top1_agreement` and
     `perplexity` are None unless measured. `output_hash` is the SHA-256 of the emitted ids: at temperature 0

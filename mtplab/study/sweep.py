@@ -15,9 +15,11 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+from mtplab.config import EngineConfig, SamplingConfig, SpecConfig
 from mtplab.errors import ConfigError
 from mtplab.study.grid import Settings, build_units, check_depths, prompt_sets
 from mtplab.study.identity import checkpoint_folder
+from mtplab.study.point import plan_digest
 from mtplab.study.producer import error_row
 from mtplab.study.progress import Estimator, SweepProgress
 from mtplab.study.result import SweepResult
@@ -47,7 +49,9 @@ def sweep(
     top_k: int = 0,
     top_p: float = 1.0,
     draft_sampling: str = "greedy",
-    hidden: str = "post_norm",
+    target_hidden: str = "post_norm",
+    draft_hidden: str = "post_norm",
+    ignore_eos: bool = False,
     device: str = "cpu",
     dtype: Any = None,
     activation_rounding: bool = True,
@@ -67,8 +71,9 @@ def sweep(
     recorded with its error and ends that point; the other points go on.
 
     Args:
-        model_or_path: a checkpoint's folder, an open checkpoint, or a loaded model (which stands for
-            `exclude=None` with its own settings; other exclusions are loaded from its checkpoint).
+        model_or_path: a checkpoint's folder, an open checkpoint, or a loaded model. A loaded model brings
+            its own device, dtype, format, rounding and exactness, and stands for `exclude=None`; other
+            exclusions are loaded from its checkpoint.
         prompts: None (the bundled ones), a .jsonl or .txt file, a folder, strings, lists of ids, a
             `PromptSet`, or a mapping label -> any of these (several prompt sets).
         depths: drafts per round, each 0…16; 0 is plain decoding.
@@ -94,18 +99,32 @@ def sweep(
     started = time.monotonic()
     cancel = cancel or threading.Event()
     checkpoint, model = _opened(model_or_path)
+    if model is not None:
+        engine, spec = model.engine, model.spec
+        if spec.model_format != engine.model_format:
+            raise ConfigError(
+                f"the loaded model's draft has model_format {spec.model_format}, its target {engine.model_format}; "
+                "give the checkpoint's folder, and draft_exclude to keep the draft out of FP8"
+            )
+    else:
+        engine = EngineConfig.of(
+            device=str(device),
+            dtype=None if dtype is None else str(dtype).removeprefix("torch."),
+            model_format=model_format,
+            activation_rounding=activation_rounding,
+            exact=exact,
+        )
+        spec = SpecConfig.from_target(engine)
     settings = Settings(
-        device=str(getattr(model, "device", device)),
-        dtype=getattr(model, "dtype", dtype),
-        model_format=model_format,
-        activation_rounding=bool(getattr(model, "activation_rounding", activation_rounding)),
-        exact=bool(getattr(model, "exact", exact)),
-        top_k=top_k,
-        top_p=top_p,
-        seed=seed,
-        max_new_tokens=max_new_tokens,
-        draft_sampling=draft_sampling,
-        hidden=hidden,
+        engine,
+        SpecConfig.from_target(
+            engine,
+            exclude=spec.exclude,
+            draft_sampling=draft_sampling,
+            target_hidden=target_hidden,
+            draft_hidden=draft_hidden,
+        ),
+        SamplingConfig.of(top_k=top_k, top_p=top_p, seed=seed, max_new_tokens=max_new_tokens, ignore_eos=ignore_eos),
     )
     units = build_units(
         checkpoint,
@@ -117,12 +136,14 @@ def sweep(
         quant_policy,
         draft_quant_policy,
         temperature,
-        loaded=model,
         encode=getattr(model, "encode", None),
     )
     store = PointStore(results or Path("results") / checkpoint_folder(checkpoint).resolve().name)
-    keys = [unit.variant.key for unit in units]
-    slot = ModelSlot(keys[0], model) if model is not None else ModelSlot()
+    slot = ModelSlot()
+    if model is not None:
+        own = plan_digest(model.plan.modules)
+        key = next((u.variant.key for u in units if u.config.plan == own), None)
+        slot = ModelSlot(key, model if key else None)
     job = _Job(units, store, Hooks(load_model, generate), cancel, on_row, on_progress)
     if executor is None:
         job.run_here(slot)
@@ -138,7 +159,7 @@ def sweep(
         seconds=time.monotonic() - started,
         cancelled=job.stopped,
         folder=store.folder,
-        notes=_notes(rows, settings.exact),
+        notes=_notes(rows, engine.exact),
     )
 
 

@@ -20,7 +20,7 @@ MAX_LINES = 450
 # what each room may import from mtplab, besides itself; a new room is added here, on purpose
 CHAIN = ("errors", "config", "checkpoint", "quant", "models", "decode", "study", "report")
 ROOMS: dict[str, set[str]] = {room: set(CHAIN[:place]) for place, room in enumerate(CHAIN)}
-for _room in CHAIN[CHAIN.index("quant") :]:
+for _room in CHAIN[CHAIN.index("checkpoint") :]:
     ROOMS[_room].add("kernels")
 ROOMS["kernels"] = set()
 ROOMS["bench"] = ROOMS["report"] | {"kernels"}
@@ -208,7 +208,7 @@ print(json.dumps([dict(seen), spec.origin if spec else None]))
 """
     seen, kernels_file = json.loads(run_python(code, REPO / folder).splitlines()[-1])
     seen = {file: found for file, found in seen.items() if "/.venv/" not in file}
-    assert len(seen) == len(names)
+    assert {name for found in seen.values() for name in found} >= set(names)
     assert {file: found for file, found in seen.items() if len(found) > 1} == {}
     assert kernels_file is None or not Path(kernels_file).resolve().is_relative_to(REPO)
 

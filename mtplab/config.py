@@ -23,7 +23,7 @@ class _Frozen(BaseModel):
 
     @classmethod
     def of(cls, **values: Any) -> Self:
-        """Like the constructor, but a fault is a ConfigError that names the setting, its value and what was expected."""
+        """Like the constructor, but a fault is a ConfigError naming the setting, its value and what was expected."""
         try:
             return cls(**values)
         except ValidationError as error:

@@ -45,7 +45,7 @@ def oracle_hidden(model: Qwen3_5ForCausalLM, ids: list[int]) -> tuple[torch.Tens
 def oracle_greedy(model: Qwen3_5ForCausalLM, ids: list[int], n: int) -> list[int]:
     """n greedy tokens by transformers' own cached generate."""
     out = model.generate(
-        torch.tensor([ids]), attention_mask=torch.ones(1, len(ids), dtype=torch.long), max_new_tokens=n, do_sample=False,
-        eos_token_id=None, pad_token_id=0,
+        torch.tensor([ids]), attention_mask=torch.ones(1, len(ids), dtype=torch.long), max_new_tokens=n,
+        do_sample=False, eos_token_id=None, pad_token_id=0,
     )  # fmt: skip
     return out[0, len(ids) :].tolist()

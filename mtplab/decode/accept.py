@@ -1,8 +1,8 @@
 """The speculative step: which drafts are kept and what follows them. A pure function of what the target and draft said.
 
-Leviathan et al., "Fast inference from transformers via speculative decoding" (2023), algorithm 1, in the paper's letters:
-p is the target's distribution, q the draft's. A draft x is kept with probability min(1, p(x)/q(x)); the first one that is
-not is replaced by a draw from max(0, p − q), normalised; if all are kept, one more token comes from p.
+Leviathan et al., "Fast inference from transformers via speculative decoding" (2023), algorithm 1, in the paper's
+letters: p is the target's distribution, q the draft's. A draft x is kept with probability min(1, p(x)/q(x)); the first
+one that is not is replaced by a draw from max(0, p − q), normalised; if all are kept, one more token comes from p.
 Knows nothing of models, caches or random generators.
 """
 

@@ -1,6 +1,6 @@
 """`generate`: the public way to run a model, plainly or with drafts.
 
-Checks and translates what the caller gave, splits prompts into batches and gathers the result; `runner.py` does the work.
+Checks and translates what the caller gave, splits prompts into batches, gathers the result; `runner.py` does the work.
 """
 
 from __future__ import annotations
@@ -75,7 +75,12 @@ def generate(
         quant_policy=draft_policy.name,
     )
     sampling = SamplingConfig.of(
-        temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, max_new_tokens=max_new_tokens, ignore_eos=ignore_eos
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        seed=seed,
+        max_new_tokens=max_new_tokens,
+        ignore_eos=ignore_eos,
     )
     if depth and model.draft is None:
         raise ConfigError(
@@ -112,16 +117,23 @@ def generate(
         seconds=time.perf_counter() - began,
         prefill_seconds=prefill_seconds,
         memory=memory_account(model, policy, draft_policy),
-        settings={"spec": spec.model_dump(), "sampling": sampling.model_dump(), "quant_policy": policy.name, "exact": exact},
+        settings={
+            "spec": spec.model_dump(),
+            "sampling": sampling.model_dump(),
+            "quant_policy": policy.name,
+            "exact": exact,
+        },
     )
 
 
 def token_ids(model: Model, prompts: Prompts) -> list[list[int]]:
-    """Prompts as lists of ids. Raises ConfigError naming the prompt that is empty, too long or out of the vocabulary."""
+    """Prompts as lists of ids. Raises ConfigError naming the prompt that is empty or out of the vocabulary."""
     if isinstance(prompts, str):
         prompts = [prompts]
     if not isinstance(prompts, Sequence) or not prompts:
-        raise ConfigError(f"prompts is {prompts!r}; expected a string, or a non-empty list of strings or of lists of ids")
+        raise ConfigError(
+            f"prompts is {prompts!r}; expected a string, or a non-empty list of strings or of lists of ids"
+        )
     out = []
     for i, prompt in enumerate(prompts):
         if isinstance(prompt, str):

@@ -64,7 +64,7 @@ class AcceptanceStats:
 
     @property
     def conditional(self) -> list[float]:
-        """[j−1]: share of rounds in which draft j was accepted, of those in which 1…j−1 were; nan if there were none."""
+        """[j−1]: share of rounds in which draft j was accepted, of those in which 1…j−1 were; nan without any."""
         before = (self.rounds, *self.accepted_per_position)
         return [n / d if d else float("nan") for n, d in zip(self.accepted_per_position, before, strict=False)]
 

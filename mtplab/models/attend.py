@@ -23,8 +23,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, exact: bool) ->
     q [b, h, t, d], already multiplied by d^-½; k, v [b, h_kv, L, d]; bias [b, t, L] (0 where a key is seen, −inf where
     not) or None when every query sees every key. Returns [b, t, h·d].
 
-    With `exact`, L is a multiple of KEY_BLOCK, the rows of every product are padded to a multiple of 8, and the sums over
-    keys are taken block by block, so that a query's result is bit-equal whatever t, b or L.
+    With `exact`, L is a multiple of KEY_BLOCK, the rows of every product are padded to a multiple of 8, and the sums
+    over keys are taken block by block, so that a query's result is bit-equal whatever t, b or L.
     """
     b, h, t, d = q.shape
     h_kv, length = k.shape[1], k.shape[2]

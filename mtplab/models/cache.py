@@ -49,7 +49,7 @@ class KVCache:
     def write(self, slots: Tensor, rows: Tensor) -> None:
         """Store rows [2·r, d] (K first, then V) at flat slots [2·r] (see `slot_index`)."""
         codes, meta = self.codec.encode(rows, self.meta_dtype)
-        self._flat(self.codes).index_copy_(0, slots, codes)
+        self._flat(self.codes).index_copy_(0, slots, _movable(codes))
         if self.values is not self.codes:
             self._flat(self.values).index_copy_(0, slots, self.codec.decode(codes, meta, self.dtype))
         if self.meta is not None:
@@ -62,16 +62,19 @@ class KVCache:
     def select(self, rows: Tensor) -> None:
         """Keep these sequences of the batch, in this order."""
         plain = self.values is self.codes
-        # index_select knows no FP8: move the bytes
-        self.codes = self.codes.view(torch.uint8).index_select(1, rows).view(self.codes.dtype)
+        self.codes = _movable(self.codes).index_select(1, rows).view(self.codes.dtype)
         self.values = self.codes if plain else self.values.index_select(1, rows)
         if self.meta is not None:
             self.meta = self.meta.index_select(1, rows)
 
     @staticmethod
     def _flat(x: Tensor) -> Tensor:
-        x = x.view(torch.uint8) if x.dtype.itemsize == 1 else x
-        return x.view(-1, x.shape[-1])
+        return _movable(x).view(-1, x.shape[-1])
+
+
+def _movable(x: Tensor) -> Tensor:
+    """FP8 as bytes: torch's index operators know no FP8."""
+    return x.view(torch.uint8) if x.dtype.itemsize == 1 else x
 
 
 def slot_index(positions: Tensor, kv_heads: int, capacity: int) -> Tensor:
@@ -95,7 +98,15 @@ class DeltaState:
     """
 
     def __init__(
-        self, batch: int, heads: int, dk: int, dv: int, kernel: int, channels: int, dtype: torch.dtype, device: torch.device
+        self,
+        batch: int,
+        heads: int,
+        dk: int,
+        dv: int,
+        kernel: int,
+        channels: int,
+        dtype: torch.dtype,
+        device: torch.device,
     ):
         self.heads = heads
         self.conv = torch.zeros(batch, kernel - 1, channels, dtype=dtype, device=device)

@@ -35,8 +35,9 @@ def delta_rule_chunked(
     q, k [n, t, dk]; v [n, t, dv]; g (log decay, ≤ 0), beta [n, t]; state [n, dk, dv]. `t` must be a multiple of CHUNK;
     pad with beta = 0 and g = 0, which leaves the state exactly as it was. Returns (o [n, t, dv], state after t).
 
-    Within a chunk, u = (I + tril(diag(β) (K Kᵀ ⊙ Γ), −1))⁻¹ diag(β) (V − diag(exp G) K S), where G is the running sum of
-    g and Γ_ij = exp(G_i − G_j); then o = (Q ⊙ exp G) S + tril(Q Kᵀ ⊙ Γ) u and S ← exp(G_C) S + (K ⊙ exp(G_C − G))ᵀ u.
+    Within a chunk, u = (I + tril(diag(β) (K Kᵀ ⊙ Γ), −1))⁻¹ diag(β) (V − diag(exp G) K S), where G is the running sum
+    of g and Γ_ij = exp(G_i − G_j); then o = (Q ⊙ exp G) S + tril(Q Kᵀ ⊙ Γ) u
+    and S ← exp(G_C) S + (K ⊙ exp(G_C − G))ᵀ u.
     """
     n, t, dk = q.shape
     c = t // CHUNK

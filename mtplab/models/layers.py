@@ -71,8 +71,8 @@ class Attention:
 class GatedDelta:
     """The gated-delta-rule mixer: one projection, a short convolution, the recurrence, a gated norm.
 
-    `inputs` members: in_proj_qkv [conv_dim, hidden], in_proj_z [value_dim, hidden], in_proj_b and in_proj_a [v_heads, hidden].
-    conv_weight [kernel, conv_dim]; minus_a = −exp(A_log) and dt_bias [v_heads] float32; norm_weight [dv] (this norm's
+    `inputs` members: in_proj_qkv [conv_dim, hidden], in_proj_z [value_dim, hidden], in_proj_b and in_proj_a
+    [v_heads, hidden]. conv_weight [kernel, conv_dim]; minus_a = −exp(A_log) and dt_bias [v_heads] float32; norm_weight [dv] (this norm's
     weight is plain, not 1+w).
     """
 
@@ -162,7 +162,8 @@ class GatedDelta:
         # a padding token has beta 0 and decay 1: the state passes it unchanged
         true = (torch.arange(t, device=q.device) < run.valid[:, None]).unsqueeze(-1)
         beta, log_decay = (
-            x[: run.rows].view(b, t, c.linear_v_heads).mul(true).transpose(1, 2).reshape(n, t) for x in (beta, log_decay)
+            x[: run.rows].view(b, t, c.linear_v_heads).mul(true).transpose(1, 2).reshape(n, t)
+            for x in (beta, log_decay)
         )
         q, k, v = (x.transpose(1, 2).reshape(n, t, -1) for x in (q, k, v))
         out, state.recurrent = delta_rule_chunked(q, k, v, log_decay, beta, state.recurrent)

@@ -82,5 +82,7 @@ def resolve_policy(policy: str | int | QuantPolicy) -> QuantPolicy:
             return resolve_policy(int(text))
     if found is None:
         known = ", ".join(f"{p.name} ({p.number})" for p in POLICIES.values())
-        raise ConfigError(f"unknown quant_policy {policy!r}; expected one of {known}, or an alias: {', '.join(_ALIASES)}")
+        raise ConfigError(
+            f"unknown quant_policy {policy!r}; expected one of {known}, or an alias: {', '.join(_ALIASES)}"
+        )
     return found

@@ -30,7 +30,7 @@ test-fast: $(STAMP) ## what fits into three minutes
 	$(PYTEST) -m "not slow and not browser" $(PYTEST_FLAGS)
 
 lab: $(STAMP) ## open the notebooks in JupyterLab
-	$(BIN)/jupyter lab --notebook-dir=notebooks
+	$(BIN)/jupyter lab --ServerApp.root_dir=. --LabApp.default_url=/lab/tree/$(NOTEBOOK)
 
 lint: $(STAMP) ## ruff, and notebooks committed stripped
 	$(BIN)/ruff check .

@@ -1,0 +1,182 @@
+"""The target and its head against transformers' own layers, on the bundled weights."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers.masking_utils import create_causal_mask
+from transformers.models.qwen3_5.modeling_qwen3_5 import (
+    Qwen3_5DecoderLayer,
+    Qwen3_5RMSNorm,
+    Qwen3_5TextRotaryEmbedding,
+)
+
+from mtplab import CheckpointError, ConfigError, load_model, quantize_checkpoint
+from mtplab.config import EngineConfig, SpecConfig
+from mtplab.models.config import parse_config
+from mtplab.models.model import load_configured
+from mtplab.models.passes import PassMaker
+from mtplab.quant.policy import resolve_policy
+from tests.oracle import oracle, oracle_config, oracle_hidden
+
+TOLERANCE = 1e-4  # on logits of about ±20, float32
+NONE = resolve_policy("none")
+
+
+@pytest.fixture(scope="module", params=["bundled", "bundled_fp8"])
+def pair(request):
+    """(our model without activation rounding, transformers' model) of each bundled checkpoint."""
+    path = request.getfixturevalue(request.param)
+    return load_model(path, activation_rounding=False), oracle(path)
+
+
+@pytest.fixture(scope="module")
+def ids() -> list[int]:
+    generator = torch.Generator().manual_seed(7)
+    return torch.randint(1, 2048, (150,), generator=generator).tolist()
+
+
+def run_passes(model, ids: list[int], splits: list[int], exact: bool):
+    """Hidden after the final norm [t, h] of one sequence: a prompt pass over the first split, decode passes after."""
+    passes = PassMaker(model.config, 512, model.dtype, model.device)
+    caches = model.target_caches(1, 512, NONE)
+    out, at = [], 0
+    with torch.inference_mode():
+        for n in splits:
+            tokens = torch.tensor([ids[at : at + n]])
+            valid, width = None, n
+            if at == 0:  # the prompt: padded to whole chunks
+                width = -(-n // 64) * 64
+                tokens, valid = torch.nn.functional.pad(tokens, (0, width - n)), torch.tensor([n])
+            positions = torch.arange(at, at + width)[None]
+            run = passes.make(positions, at + width, exact, valid)
+            hidden = model.target(tokens, run, caches)[:n]
+            for cache in caches:
+                if hasattr(cache, "commit"):
+                    cache.commit(torch.tensor([n]), n)
+            out.append(model.target.normed(hidden))
+            at += n
+    return torch.cat(out)
+
+
+@pytest.mark.parametrize("exact", [True, False])
+@pytest.mark.parametrize("splits", [[150], [100] + [1] * 50, [64, 5, 1, 9, 71]], ids=["prefill", "decode", "mixed"])
+def test_target_equals_transformers(pair, ids, splits, exact):
+    model, reference = pair
+    hidden, logits = oracle_hidden(reference, ids)
+    mine = run_passes(model, ids, splits, exact)
+    assert (mine - hidden).abs().max() < TOLERANCE
+    with torch.inference_mode():
+        assert (model.target.logits(mine) - logits).abs().max() < TOLERANCE
+
+
+def transformers_head(path, reference, hidden: torch.Tensor, ids: list[int]) -> torch.Tensor:
+    """The head's hidden after mtp.norm [t, h], assembled from transformers' layers: slot t holds (hidden t, token t+1)."""
+    checkpoint, config = load_model(path).checkpoint, oracle_config(path)
+    config._attn_implementation = "eager"
+    config.layer_types = ["full_attention"]
+    layer = Qwen3_5DecoderLayer(config, 0).float().eval()
+    weights = {n: checkpoint.dequantize(n) for n in checkpoint.tensors if n.startswith("mtp.") and "_scale" not in n}
+    prefix = "mtp.layers.0."
+    layer.load_state_dict({n.removeprefix(prefix): w for n, w in weights.items() if n.startswith(prefix)})
+
+    def norm(name: str) -> Qwen3_5RMSNorm:
+        module = Qwen3_5RMSNorm(config.hidden_size, config.rms_norm_eps)
+        module.load_state_dict({"weight": weights[f"mtp.{name}.weight"]})
+        return module
+
+    with torch.no_grad():
+        embedded = reference.model.embed_tokens(torch.tensor([ids[1:]]))
+        both = torch.cat([norm("pre_fc_norm_embedding")(embedded), norm("pre_fc_norm_hidden")(hidden[None, :-1])], -1)
+        x = both @ weights["mtp.fc.weight"].t()
+        positions = torch.arange(x.shape[1])[None]
+        rotary = Qwen3_5TextRotaryEmbedding(config)(x, positions)
+        mask = create_causal_mask(config, x, None, None, position_ids=positions)
+        x = layer(x, position_embeddings=rotary, attention_mask=mask, position_ids=positions)
+        return norm("norm")(x if isinstance(x, torch.Tensor) else x[0])[0]
+
+
+def test_head_equals_transformers_layers(pair, ids):
+    model, reference = pair
+    hidden, _ = oracle_hidden(reference, ids)
+    expected = transformers_head(model.checkpoint.path, reference, hidden, ids)
+    passes = PassMaker(model.config, 256, model.dtype, model.device)
+    with torch.inference_mode():
+        n = len(ids) - 1
+        run = passes.make(torch.arange(n)[None], n, False)
+        embedded = model.target.embedding[torch.tensor(ids[1:])]
+        mine = model.draft.normed(model.draft(embedded, hidden[:-1], run, model.draft_cache(1, 256, NONE)))
+    assert (mine - expected).abs().max() < TOLERANCE
+
+
+def test_online_fp8_reaches_the_head(bundled):
+    """model_format="fp8" quantises the draft too, as lmdeploy #4572 made it; mtp.fc stays BF16."""
+    plan = load_model(bundled, model_format="fp8").plan.by_name
+    assert plan["mtp.layers.0.mlp.down_proj"].weight == "fp8"
+    assert plan["mtp.layers.0.self_attn.q_proj"].activation == "fp8"
+    assert plan["mtp.fc"].weight == "bf16"
+
+
+def test_online_fp8_equals_the_stored_fp8(bundled, tmp_path):
+    """Quantising the BF16 file as it is loaded gives the weights of the FP8 file that is made from it."""
+    quantize_checkpoint(bundled, tmp_path / "fp8")
+    online, stored = load_model(bundled, model_format="fp8"), load_model(tmp_path / "fp8")
+    for mine, theirs in zip(online.target.layers, stored.target.layers, strict=True):
+        for a, b in zip(mine.mlp.gate_up.members, theirs.mlp.gate_up.members, strict=True):
+            assert a.rounded and b.rounded
+            assert torch.equal(a.dense(torch.float32), b.dense(torch.float32)), a.name
+
+
+def test_spec_config_follows_the_target_unless_told():
+    engine = EngineConfig(model_format="fp8", quant_policy="int8", exclude=["*.mlp.*"])
+    spec = SpecConfig.from_target(engine)
+    assert (spec.model_format, spec.quant_policy, spec.exclude) == ("fp8", "int8", ("*.mlp.*",))
+    assert SpecConfig.from_target(engine, quant_policy="none", exclude="none").exclude == "none"
+
+
+@pytest.mark.parametrize("target, draft", [(None, "fp8"), ("fp8", None)])
+def test_draft_weight_format_can_differ(bundled, target, draft):
+    model = load_configured(bundled, EngineConfig(model_format=target), SpecConfig(model_format=draft))
+    kinds = {True: set(), False: set()}
+    for module in model.plan.modules:
+        if module.name.endswith("_proj"):
+            kinds[module.name.startswith("mtp.")].add(module.weight)
+    assert ("fp8" in kinds[False]) == (target == "fp8")
+    assert ("fp8" in kinds[True]) == (draft == "fp8")
+
+
+def test_unknown_architecture_is_named(bundled):
+    config = {**load_model(bundled).checkpoint.config, "model_type": "llama"}
+    with pytest.raises(CheckpointError, match=r"model_type is 'llama'.*qwen3_5_text"):
+        parse_config(config)
+
+
+@pytest.mark.parametrize(
+    "key, value, said",
+    [
+        ("num_hidden_layers", 5, r"layer_types has 4 entries; expected 5"),
+        ("head_dim", -1, r"head_dim is -1; expected a positive"),
+        ("num_key_value_heads", 3, r"num_attention_heads is 4; expected a multiple of 3"),
+        ("rope_parameters", {"rope_type": "yarn"}, r"rope_type is 'yarn'"),
+        ("attention_bias", True, r"attention_bias is true"),
+    ],
+)
+def test_config_faults_are_named(bundled, key, value, said):
+    config = {**load_model(bundled).checkpoint.config, key: value}
+    with pytest.raises(CheckpointError, match=said):
+        parse_config(config)
+
+
+@pytest.mark.parametrize(
+    "arguments, said",
+    [
+        ({"device": "cuda:0"}, "no GPU") if not torch.cuda.is_available() else ({"device": "none"}, "torch device"),
+        ({"device": "nowhere"}, "expected a torch device"),
+        ({"dtype": "int8"}, "expected one of bfloat16"),
+        ({"quant_policy": "int3"}, "unknown quant_policy 'int3'"),
+        ({"model_format": "awq"}, "model_format is 'awq'"),
+    ],
+)
+def test_settings_faults_are_named(bundled, arguments, said):
+    with pytest.raises(ConfigError, match=said):
+        load_model(bundled, **arguments)

@@ -1,32 +1,54 @@
-# RECREATED: the first version of this file (1338 bytes, never committed) was deleted by mistake. This one is
-# rebuilt from the interface notes only; its author should compare it with what was meant before committing it.
-"""mtplab: FP8 checkpoints with an MTP draft head, from the file to the acceptance they give.
+"""mtplab: a research workbench for FP8 models with an MTP draft head.
 
-Names are imported when they are first asked for (PEP 562), so that opening a checkpoint needs no torch.
+The names below are loaded on first use (PEP 562), so that `import mtplab`, the command line's `--help` and the
+header-only checkpoint tools start without importing torch.
 """
 
 from __future__ import annotations
 
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
 
 _WHERE = {
-    "MtplabError": "errors",
-    "CheckpointError": "errors",
-    "ConfigError": "errors",
-    "open_checkpoint": "checkpoint",
-    "load_model": "models",
-    "generate": "decode",
-    "sweep": "study",
+    "MtplabError": "mtplab.errors",
+    "CheckpointError": "mtplab.errors",
+    "ConfigError": "mtplab.errors",
+    "open_checkpoint": "mtplab.checkpoint",
+    "quantize_checkpoint": "mtplab.quant.export",
+    "load_model": "mtplab.models",
+    "generate": "mtplab.decode",
+    "Cancelled": "mtplab.decode",
+    "sweep": "mtplab.study",
 }
 
-__all__ = list(_WHERE)
+__all__ = [
+    "Cancelled",
+    "CheckpointError",
+    "ConfigError",
+    "MtplabError",
+    "__version__",
+    "generate",
+    "load_model",
+    "open_checkpoint",
+    "quantize_checkpoint",
+    "sweep",
+]
+
+if TYPE_CHECKING:
+    from mtplab.checkpoint import open_checkpoint
+    from mtplab.decode import Cancelled, generate
+    from mtplab.errors import CheckpointError, ConfigError, MtplabError
+    from mtplab.models import load_model
+    from mtplab.quant.export import quantize_checkpoint
+    from mtplab.study import sweep
 
 
 def __getattr__(name: str) -> Any:
     if name not in _WHERE:
         raise AttributeError(f"module 'mtplab' has no attribute {name!r}")
-    return getattr(import_module(f"mtplab.{_WHERE[name]}"), name)
+    return getattr(import_module(_WHERE[name]), name)
 
 
 def __dir__() -> list[str]:

@@ -20,7 +20,7 @@ from mtplab.study.producer import Labels
 from mtplab.study.prompts import PromptSet, load_prompts, tokenizer_encoder
 from mtplab.study.worker import Unit, Variant
 
-__all__ = ["Settings", "build_units", "check_depths", "exclude_label", "prompt_sets"]
+__all__ = ["Settings", "build_units", "check_depths", "exclude_label", "prompt_sets", "weight_format"]
 
 AS_STORED = "as stored"
 PRESETS = ("published", "none")
@@ -153,6 +153,15 @@ def build_units(
     return units
 
 
+def weight_format(checkpoint: Any, model_format: str | None, exclude: Any, draft_exclude: Any = None) -> str | None:
+    """The `model_format` to load with: `fp8` for a BF16 checkpoint from which something is to be kept out of FP8.
+
+    Excluding says what the rest is; without it, an exclusion set of a BF16 file would quietly do nothing.
+    """
+    asked = exclude is not None or draft_exclude is not None
+    return "fp8" if model_format is None and asked and checkpoint.quantization is None else model_format
+
+
 def axis(name: str, value: Any) -> list[Any]:
     """A list from one value or several. Raises `ConfigError` for an empty one."""
     single = value is None or isinstance(value, str | int | float) or not isinstance(value, Iterable)
@@ -184,11 +193,7 @@ def _exclusion(name: str, item: Any) -> str | tuple[str, ...] | None:
 
 def _variant(checkpoint: Any, engine: EngineConfig, exclude: Any, draft_exclude: Any) -> tuple[Variant, Any]:
     """The weights to load for a pair of exclusion sets, and their plan."""
-    model_format = engine.model_format
-    as_stored = exclude is None and draft_exclude is None
-    if model_format is None and checkpoint.quantization is None and not as_stored:
-        # excluding something from FP8 says what the rest is: a BF16 file is quantised as it is loaded
-        model_format = "fp8"
+    model_format = weight_format(checkpoint, engine.model_format, exclude, draft_exclude)
     variant = Variant(
         key="",
         path=str(checkpoint.path),

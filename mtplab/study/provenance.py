@@ -10,14 +10,18 @@ import os
 import platform
 import subprocess
 import sys
+import tomllib
+from contextlib import suppress
 from datetime import UTC, datetime
 from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-__all__ = ["collect"]
+__all__ = ["collect", "version"]
 
+# where a checkout keeps pyproject.toml and .git; an installed package has neither there
+_ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("mtplab", "torch", "triton", "numpy", "safetensors", "tokenizers")
 
 
@@ -29,7 +33,7 @@ def collect(device: str = "cpu", config: dict[str, Any] | None = None) -> dict[s
     facts: dict[str, Any] = {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "python": platform.python_version(),
-        "versions": {name: _version(name) for name in PACKAGES},
+        "versions": {name: version(name) for name in PACKAGES},
         "commit": _commit(),
         "platform": f"{platform.system()} {platform.machine()}",
         "cpu": _cpu_model(),
@@ -43,10 +47,12 @@ def collect(device: str = "cpu", config: dict[str, Any] | None = None) -> dict[s
 
 
 @cache
-def _version(name: str) -> str | None:
+def version(name: str) -> str | None:
+    """Version of an installed package, or None. For mtplab, that of the checkout if this is one."""
     if name == "mtplab":
         # the checkout that runs is what counts, whatever an older installed copy says
-        return getattr(sys.modules.get("mtplab"), "__version__", None)
+        with suppress(OSError, ValueError, KeyError):
+            return tomllib.loads((_ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["version"]
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
@@ -56,20 +62,19 @@ def _version(name: str) -> str | None:
 @cache
 def _commit() -> str | None:
     """The commit of mtplab's own checkout, with `+changes` when tracked files differ; None outside one."""
-    root = Path(__file__).resolve().parents[2]
-    if not (root / ".git").exists():
+    if not (_ROOT / ".git").exists():
         return None
-    head = _git(root, "rev-parse", "HEAD")
+    head = _git("rev-parse", "HEAD")
     if not head:
         return None
-    changed = _git(root, "status", "--porcelain", "--untracked-files=no")
+    changed = _git("status", "--porcelain", "--untracked-files=no")
     return head + ("+changes" if changed else "")
 
 
-def _git(root: Path, *arguments: str) -> str | None:
+def _git(*arguments: str) -> str | None:
     try:
         done = subprocess.run(
-            ["git", "-C", str(root), *arguments],
+            ["git", "-C", str(_ROOT), *arguments],
             capture_output=True,
             text=True,
             timeout=10,

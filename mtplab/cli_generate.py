@@ -1,0 +1,199 @@
+"""`mtplab generate`: prompts in, text and acceptance out.
+
+Turns options into one call of `mtplab.generate` and its result into lines or JSON; measures nothing itself.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from mtplab.cli_common import exclusion, names, print_json, say, spinner, step_bar
+
+__all__ = ["generate"]
+
+
+def generate(
+    path: Annotated[Path, typer.Argument(help="The checkpoint's folder.", metavar="PATH")],
+    prompt: Annotated[
+        list[str] | None,
+        typer.Option("--prompt", metavar="TEXT", help="A prompt; repeat for more. All run in one batch."),
+    ] = None,
+    prompts: Annotated[
+        str | None, typer.Option(metavar="FILE", help="A .jsonl or .txt file of prompts, or a folder of .jsonl files.")
+    ] = None,
+    depth: Annotated[int, typer.Option(metavar="N", help="Draft tokens per round, 0 (plain decoding) to 16.")] = 3,
+    max_new_tokens: Annotated[int, typer.Option(metavar="N", help="Tokens per prompt at most.")] = 128,
+    temperature: Annotated[float, typer.Option(metavar="T", help="0 is greedy.")] = 0.0,
+    top_k: Annotated[int, typer.Option(metavar="K", help="Keep the k likeliest tokens; 0 keeps all.")] = 0,
+    top_p: Annotated[float, typer.Option(metavar="P", help="Keep the likeliest tokens up to this probability.")] = 1.0,
+    seed: Annotated[int, typer.Option(metavar="N", help="The same seed gives the same tokens.")] = 0,
+    quant_policy: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME", help="KV cache: none, int8, int4, fp8 (= fp8_e4m3), fp8_e5m2, or lmdeploy's number."
+        ),
+    ] = "none",
+    draft_quant_policy: Annotated[
+        str | None, typer.Option(metavar="NAME", help="The draft's; the target's if left out.")
+    ] = None,
+    draft_sampling: Annotated[str, typer.Option(metavar="HOW", help="greedy or sampled drafts.")] = "greedy",
+    exclude: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="GLOBS",
+            help="Modules kept out of FP8: published, none, or globs ('mtp.*'); repeat or use commas. A BF16 "
+            "checkpoint is then quantised to FP8 as it is loaded.",
+        ),
+    ] = None,
+    model_format: Annotated[
+        str | None,
+        typer.Option(metavar="FORMAT", help="fp8 quantises a BF16 checkpoint as it is loaded, draft head included."),
+    ] = None,
+    device: Annotated[str, typer.Option(metavar="DEVICE", help="cpu, cuda, cuda:1, …")] = "cpu",
+    exact: Annotated[
+        bool, typer.Option("--exact/--fast", help="Row-invariant arithmetic, or the fastest there is.")
+    ] = True,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")] = False,
+) -> None:
+    """Continue prompts with speculative decoding and show what the draft head was worth.
+
+    The output at temperature 0 is that of plain decoding, whatever the depth; the acceptance says how many
+    rounds it took. Printed: each text, acceptance per draft position, and what weights and caches weigh.
+
+    \b
+    Examples:
+      mtplab generate data/tiny-qwen3_5 --prompt "Once upon a time" --depth 3
+      mtplab generate data/tiny-qwen3_5-fp8 --prompt "def add(a, b):" --quant-policy int8 --depth 5
+      mtplab generate data/tiny-qwen3_5 --prompt "The sea" --model-format fp8 --exclude 'mtp.*' --json
+      mtplab generate data/tiny-qwen3_5 --prompts data/prompts --temperature 0.7 --top-p 0.9 --seed 1
+    """
+    from mtplab.checkpoint import open_checkpoint
+    from mtplab.errors import ConfigError
+    from mtplab.study.grid import weight_format
+    from mtplab.study.prompts import load_prompts
+
+    if not prompt and prompts is None:
+        raise ConfigError("there is nothing to continue; give --prompt TEXT or --prompts FILE")
+    given = [item.text for item in load_prompts(list(prompt)).prompts] if prompt else []
+    if prompts is not None:
+        given += [item.text for item in load_prompts(Path(prompts)).prompts]
+    globs = names(exclude or [])
+    kept = exclusion(",".join(globs)) if globs else None
+    model_format = weight_format(open_checkpoint(path), model_format, kept)
+    with spinner(f"loading {path}"):
+        from mtplab.decode import generate as run
+        from mtplab.models import load_model
+
+        model = load_model(
+            path,
+            device=device,
+            exclude=kept,
+            quant_policy=quant_policy,
+            draft_quant_policy=draft_quant_policy,
+            model_format=model_format,
+            exact=exact,
+        )
+    with step_bar(None, "generating") as bar:
+
+        def follow(progress: Any) -> None:
+            bar.total = progress.tokens_total
+            bar.update(progress.tokens_done - bar.n)
+
+        generation = run(
+            model,
+            given,
+            depth=depth,
+            temperature=temperature,
+            seed=seed,
+            max_new_tokens=max_new_tokens,
+            top_k=top_k,
+            top_p=top_p,
+            draft_sampling=draft_sampling,
+            on_round=follow,
+        )
+    document = _document(path, model, given, generation)
+    if as_json:
+        print_json(document)
+    else:
+        _print(document)
+
+
+def _document(path: Path, model: Any, given: list[str], generation: Any) -> dict[str, Any]:
+    """The result as JSON-ready values; counters carry vLLM's names."""
+    from mtplab.study.acceptance import Counts
+
+    per_prompt = [Counts.of(stats) for stats in generation.per_prompt]
+    draft_bytes = model.plan.loaded_nbytes("draft")
+    decoding = max(0.0, generation.seconds - generation.prefill_seconds)
+    whole = Counts.of(generation.stats)
+    return {
+        "checkpoint": path.resolve().name,
+        "settings": generation.settings,
+        "prompts": [
+            {"prompt": prompt, "text": text, "tokens": list(tokens), "acceptance": _acceptance(counts)}
+            for prompt, text, tokens, counts in zip(given, generation.texts, generation.tokens, per_prompt, strict=True)
+        ],
+        "acceptance": {"depth": generation.depth, **_acceptance(whole), **generation.stats.counters()},
+        "memory": {
+            "target_weight_bytes": model.plan.loaded_nbytes() - draft_bytes,
+            "draft_weight_bytes": draft_bytes,
+            **generation.memory,
+        },
+        "seconds": decoding,
+        "prefill_seconds": generation.prefill_seconds,
+        "tokens_per_second": whole.tokens / decoding if decoding else None,
+    }
+
+
+def _acceptance(counts: Any) -> dict[str, Any]:
+    return {
+        "rounds": counts.rounds,
+        "tokens": counts.tokens,
+        "drafted": counts.drafted,
+        "accepted": counts.accepted,
+        "acceptance_length": counts.acceptance_length,
+        "per_position": list(counts.shares),
+        "conditional": list(counts.conditional),
+    }
+
+
+def _print(document: dict[str, Any]) -> None:
+    from mtplab.report.text import human_bytes
+
+    for number, item in enumerate(document["prompts"], start=1):
+        say(f"── prompt {number} of {len(document['prompts'])}, {len(item['tokens'])} tokens ──")
+        say(item["prompt"] + item["text"])
+        say()
+    found, memory = document["acceptance"], document["memory"]
+    length = found["acceptance_length"]
+    say(
+        f"acceptance length {'–' if length is None else f'{length:.3f}'} · depth {found['depth']} · "
+        f"{found['rounds']} rounds · {found['accepted']} of {found['drafted']} drafts accepted"
+    )
+    if found["per_position"]:
+        say("  all up to draft j  " + _by_position(found["per_position"]))
+        say("  draft j given 1…j-1 " + _by_position(found["conditional"]))
+    say(
+        f"weights: target {human_bytes(memory['target_weight_bytes'])}, "
+        f"draft {human_bytes(memory['draft_weight_bytes'])}"
+    )
+    say(
+        f"cache: {memory['quant_policy']} {memory['kv_bytes_per_token']} B a token, "
+        f"draft {memory['draft_quant_policy']} {memory['draft_kv_bytes_per_token']} B a token, "
+        f"recurrent state {human_bytes(memory['state_bytes'])} a sequence"
+    )
+    say("  bytes a token by layer, the draft's last: " + " ".join(map(str, memory["layers"])))
+    speed = document["tokens_per_second"]
+    say(
+        f"time: {document['seconds']:.2f} s decoding, {document['prefill_seconds']:.2f} s prompts"
+        + ("" if speed is None else f", {speed:.0f} tokens/s")
+    )
+
+
+def _by_position(shares: list[float | None]) -> str:
+    return " ".join(
+        f"{j}: {'–' if share is None else f'{100 * share:.1f} %'} " for j, share in enumerate(shares, start=1)
+    ).rstrip()

@@ -1,0 +1,185 @@
+"""`mtplab sweep`: options into one call of `mtplab.study.sweep`, its result into a table or JSON.
+
+Knows nothing of how points are run or kept.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from mtplab.cli_common import depth_list, exclusion, names, note, numbers, print_json, say
+
+__all__ = ["sweep"]
+
+
+def sweep(
+    path: Annotated[Path, typer.Argument(help="The checkpoint's folder.", metavar="PATH")],
+    depths: Annotated[
+        str, typer.Option(metavar="A-B", help="Draft tokens per round, e.g. 0-8 or 1,3,5; 0 is plain decoding.")
+    ] = "0-8",
+    quant_policy: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAMES", help="KV cache policies, commas between: none, int8, int4, fp8, fp8_e5m2.  [default: none]"
+        ),
+    ] = None,
+    draft_quant_policy: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAMES", help="The draft's, each with each of the target's; the same if left out."),
+    ] = None,
+    exclude: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="SET",
+            help="One set of modules kept out of FP8; repeat for more sets. published, none, as-stored, or globs "
+            "with commas between ('mtp.*,lm_head'). A BF16 checkpoint is quantised to FP8 as it is loaded for "
+            "every set but as-stored.  [default: as-stored]",
+        ),
+    ] = None,
+    draft_exclude: Annotated[
+        list[str] | None,
+        typer.Option(metavar="SET", help="Likewise for the draft head, each with each; the same if left out."),
+    ] = None,
+    temperature: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NUMBERS", help="Temperatures, commas between; 0 is greedy.  [default: 0]"),
+    ] = None,
+    prompts: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE", help="A .jsonl or .txt file, or a folder of .jsonl files; the bundled ones if left out."
+        ),
+    ] = None,
+    domain: Annotated[
+        list[str] | None, typer.Option(metavar="NAME", help="Only prompts of this domain; repeat for more.")
+    ] = None,
+    limit: Annotated[int | None, typer.Option(help="Only the first N prompts of each domain.", metavar="N")] = None,
+    max_new_tokens: Annotated[int, typer.Option(metavar="N", help="Tokens per prompt at most.")] = 128,
+    top_k: Annotated[int, typer.Option(metavar="K", help="Keep the k likeliest tokens; 0 keeps all.")] = 0,
+    top_p: Annotated[float, typer.Option(metavar="P", help="Keep the likeliest tokens up to this probability.")] = 1.0,
+    seed: Annotated[int, typer.Option(metavar="N", help="The same seed gives the same results.")] = 0,
+    model_format: Annotated[
+        str | None,
+        typer.Option(metavar="FORMAT", help="fp8 quantises a BF16 checkpoint as it is loaded, for every set."),
+    ] = None,
+    device: Annotated[str, typer.Option(metavar="DEVICE", help="cpu, cuda, cuda:1, …")] = "cpu",
+    exact: Annotated[
+        bool, typer.Option("--exact/--fast", help="Row-invariant arithmetic, or the fastest there is.")
+    ] = True,
+    results: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FOLDER", help="Where results are kept and read back from.  [default: results/<checkpoint>]"
+        ),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON document with every row on stdout.")] = False,
+) -> int:
+    """Measure acceptance at every depth for cache policies × exclusions × temperatures.
+
+    Every result is kept as it is finished: interrupt at any moment, run the same line again, and only what is
+    missing is computed. The table shows acceptance length (tokens per round, the bonus counted).
+
+    \b
+    Examples:
+      mtplab sweep data/tiny-qwen3_5 --depths 0-8 --quant-policy none,int8,fp8
+      mtplab sweep data/tiny-qwen3_5 --exclude published --exclude none --exclude 'mtp.*' --depths 1,3,5
+      mtplab sweep data/tiny-qwen3_5-fp8 --temperature 0,0.7 --domain code --limit 4 --max-new-tokens 64
+      mtplab sweep data/tiny-qwen3_5 --quant-policy int4 --draft-quant-policy none,int4 --json > rows.json
+
+    Ctrl-C stops after the current round; twice stops at once.
+    """
+    from mtplab.study import sweep as run
+
+    with _stop_on_interrupt() as cancel, _bar() as follow:
+        result = run(
+            path,
+            prompts=None if prompts is None else Path(prompts),
+            depths=depth_list(depths),
+            quant_policy=names(quant_policy or ["none"]),
+            draft_quant_policy=names(draft_quant_policy) if draft_quant_policy else None,
+            exclude=[exclusion(text) for text in exclude] if exclude else (None,),
+            draft_exclude=[exclusion(text) for text in draft_exclude] if draft_exclude else None,
+            temperature=numbers("--temperature", temperature or ["0"]),
+            domains=domain or None,
+            limit=limit,
+            max_new_tokens=max_new_tokens,
+            top_k=top_k,
+            top_p=top_p,
+            seed=seed,
+            model_format=model_format,
+            device=device,
+            exact=exact,
+            results=results,
+            on_progress=follow,
+            cancel=cancel,
+        )
+    if as_json:
+        print_json(
+            {
+                "computed": result.computed,
+                "read_back": result.reused,
+                "cancelled": result.cancelled,
+                "notes": result.notes,
+                "rows": [json.loads(row.to_json()) for row in result],
+            }
+        )
+    else:
+        say(result.to_table())
+        say()
+        say(f"{result.summary()}; {result.seconds:.1f} s; kept in {result.folder}")
+    for finding in result.notes:
+        note(f"mtplab: {finding}")
+    findings = result.notes if exact else []
+    return 1 if result.failed or result.cancelled or findings else 0
+
+
+@contextmanager
+def _stop_on_interrupt() -> Iterator[threading.Event]:
+    """An event that the first Ctrl-C sets; the second one interrupts as usual."""
+    cancel = threading.Event()
+
+    def first(number: int, frame: Any) -> None:
+        cancel.set()
+        signal.signal(signal.SIGINT, before)
+        note("mtplab: stopping after this round; Ctrl-C again stops at once")
+
+    if threading.current_thread() is not threading.main_thread():
+        yield cancel
+        return
+    before = signal.signal(signal.SIGINT, first)
+    try:
+        yield cancel
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+@contextmanager
+def _bar() -> Iterator[Any]:
+    """A bar on stderr that follows a `SweepProgress`; None when stderr is no terminal."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+    from tqdm import tqdm
+
+    from mtplab.report.text import plain
+
+    # the time to go is the sweep's own: tqdm's would take rows read back for rows computed
+    form = "{percentage:3.0f}% {bar:24} {desc}"
+    with tqdm(total=1.0, bar_format=form, file=sys.stderr, leave=False, dynamic_ncols=True) as bar:
+
+        def follow(progress: Any) -> None:
+            bar.total = progress.total
+            bar.n = progress.done + (progress.fraction if progress.done < progress.total else 0)
+            bar.set_description_str(plain(progress), refresh=False)
+            bar.update(0)
+
+        yield follow

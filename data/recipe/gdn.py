@@ -1,8 +1,8 @@
 """The gated delta rule over whole sequences, chunked (the training form), in plain torch.
 
-S_t = exp(g_t) S_{t-1} (I - beta_t k_t k_t^T) + beta_t k_t v_t^T, o_t = S_t^T q_t, computed chunk by chunk with the WY / UT
-transform (Yang et al., "Gated Delta Networks", and transformers' torch_chunk_gated_delta_rule). This module does not
-know about layers, convolutions or training.
+S_t = exp(g_t) S_{t-1} (I - beta_t k_t k_t^T) + beta_t k_t v_t^T, o_t = S_t^T q_t, computed chunk by chunk with the
+WY / UT transform (Yang et al., "Gated Delta Networks", and transformers' torch_chunk_gated_delta_rule). This module
+does not know about layers, convolutions or training.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@ Attribute names are the tensor names on disk (`model.layers.0.linear_attn.in_pro
 `state_dict()` is the checkpoint. Follows transformers 5.24 `models/qwen3_5/modeling_qwen3_5.py` for the trunk; the head
 is `fc(cat[norm_e(e), norm_h(h)])`, one full-attention layer, `mtp.norm`, the shared output matrix.
 
-Shapes: b batch, t time, h heads, d head dim, n k GEMM, v vocabulary. This module does not know about corpora, optimisers,
-files or mtplab.
+Shapes: b batch, t time, h heads, d head dim, n k GEMM, v vocabulary. This module does not know about corpora,
+optimisers, files or mtplab.
 """
 
 from __future__ import annotations
@@ -241,10 +241,10 @@ class Head(nn.Module):
     def forward(self, hidden: Tensor, embedded: Tensor, depth: int) -> list[Tensor]:
         """Hidden states of each depth.
 
-        `hidden` [b, t, hidden] is the trunk's after its final norm; `embedded` [b, t + depth, hidden] embeds the tokens of
-        the same window and `depth` more. Step j (from 1) at slot t reads token t + j and the trunk's hidden t (j = 1) or
-        its own output of step j - 1, sits at position t + j - 1, and attends to true slots <= t and to its own earlier
-        steps. Its output predicts token t + j + 1.
+        `hidden` [b, t, hidden] is the trunk's after its final norm; `embedded` [b, t + depth, hidden] embeds the
+        tokens of the same window and `depth` more. Step j (from 1) at slot t reads token t + j and the trunk's
+        hidden t (j = 1) or its own output of step j - 1, sits at position t + j - 1, and attends to true slots <= t
+        and to its own earlier steps. Its output predicts token t + j + 1.
         """
         layer, t = self.layers[0], hidden.shape[1]
         attn, blocked = layer.self_attn, torch.ones(t, t, dtype=torch.bool).triu(1)

@@ -3,10 +3,10 @@
     python data/recipe/train.py --work WORK --phase trunk --minutes 65
     python data/recipe/train.py --work WORK --phase head --minutes 28
 
-One process, one thread. The schedule follows elapsed time, not steps, so a busy machine trains on fewer tokens and still
-finishes; the state is saved every few minutes, and a killed run resumes where it was (time spent counts, time between
-does not). WORK/tokens.npz comes from tokenizer.py; results are WORK/state-<phase>.pt and WORK/log-<phase>.jsonl.
-This module does not know about checkpoint formats or mtplab.
+One process, one thread. The schedule follows elapsed time, not steps, so a busy machine trains on fewer tokens and
+still finishes; the state is saved every few minutes, and a killed run resumes where it was (time spent counts, time
+between does not). WORK/tokens.npz comes from tokenizer.py; results are WORK/state-<phase>.pt and
+WORK/log-<phase>.jsonl. This module does not know about checkpoint formats or mtplab.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def losses(net: Network, ids: Tensor, phase: str, progress: float) -> tuple[Tens
 
 @torch.no_grad()
 def evaluate(net: Network, held: dict[str, np.ndarray], windows: int = 16) -> dict[str, float]:
-    """Per corpus, on the first held-out windows: loss in nats per token, and how often the head's argmax is the trunk's."""
+    """Per corpus, on held-out windows: loss in nats per token, and how often the head's argmax is the trunk's."""
     out = {}
     for name, tokens in held.items():
         starts = np.linspace(0, len(tokens) - WINDOW - 1 - DEPTH, windows).astype(int)

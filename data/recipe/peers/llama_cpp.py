@@ -1,8 +1,9 @@
 """Accepted drafts of the bundled model in llama.cpp (through xllamacpp), depth by depth.
 
-    python data/recipe/peers/llama_cpp.py WORK/tiny.gguf data/tiny-qwen3_5/tokenizer.json      # needs: xllamacpp tokenizers
+    python data/recipe/peers/llama_cpp.py WORK/tiny.gguf data/tiny-qwen3_5/tokenizer.json
 
-Greedy, one thread, 256 tokens, no prompt cache; one JSON line per prompt and depth. This script knows nothing of mtplab.
+In an environment with xllamacpp and tokenizers. Greedy, one thread, 256 tokens, no prompt cache; one JSON line per
+prompt and depth. This script knows nothing of mtplab.
 """
 
 from __future__ import annotations
@@ -49,8 +50,9 @@ def main() -> None:
             seconds = time.perf_counter() - began
             timings = answer["timings"]
             print(json.dumps({"engine": "llama.cpp", "prompt": prompt["text"], "domain": prompt["domain"],
-                              "depth": depth, "tokens": answer["usage"]["completion_tokens"], "drafted": timings.get("draft_n", 0),
-                              "accepted": timings.get("draft_n_accepted", 0), "seconds": round(seconds, 3),
+                              "depth": depth, "tokens": answer["usage"]["completion_tokens"],
+                              "drafted": timings.get("draft_n", 0), "accepted": timings.get("draft_n_accepted", 0),
+                              "seconds": round(seconds, 3),
                               "text": answer["choices"][0]["text"]}), flush=True)  # fmt: skip
         del server
 

@@ -3,8 +3,9 @@
     python data/recipe/peers/to_gguf.py data/tiny-qwen3_5 WORK/tiny.gguf      # needs: gguf safetensors numpy tokenizers
 
 The layout is what llama.cpp's own converter makes of Qwen3.5 (architecture `qwen35`): norms stored as 1 + w, A as
--exp(A_log), value heads in tiled order (k0 k1 k0 k1), the head as one more block with `nextn.*` tensors. Every BF16 value
-becomes the same float32 value, so nothing is lost or gained. This module does not know about mtplab or about inference.
+-exp(A_log), value heads in tiled order (k0 k1 k0 k1), the head as one more block with `nextn.*` tensors. Every BF16
+value becomes the same float32 value, so nothing is lost or gained. This module does not know about mtplab or about
+inference.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ import json
 import sys
 from pathlib import Path
 
-import gguf
 import numpy as np
 
 LINEAR = {
@@ -88,6 +88,9 @@ def rename(name: str, x: np.ndarray, c: dict) -> tuple[str, np.ndarray]:
 
 
 def convert(source: Path, target: Path) -> None:
+    """Write the checkpoint folder `source` as one GGUF file."""
+    import gguf
+
     c = json.loads((source / "config.json").read_text())
     tokenizer = json.loads((source / "tokenizer.json").read_text())
     w = gguf.GGUFWriter(target, "qwen35")

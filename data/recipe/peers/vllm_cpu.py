@@ -46,8 +46,8 @@ def main() -> None:
                 raise SystemExit(status)
         return
     spec = {"speculative_config": {"method": "mtp", "num_speculative_tokens": depth}} if depth else {}
-    llm = LLM(model=sys.argv[1], dtype=os.environ.get("PEER_DTYPE", "bfloat16"), max_model_len=512, max_num_seqs=1, enforce_eager=True,
-              enable_prefix_caching=False, disable_log_stats=False, **spec)  # fmt: skip
+    llm = LLM(model=sys.argv[1], dtype=os.environ.get("PEER_DTYPE", "bfloat16"), max_model_len=512, max_num_seqs=1,
+              enforce_eager=True, enable_prefix_caching=False, disable_log_stats=False, **spec)  # fmt: skip
     greedy = SamplingParams(temperature=0.0, max_tokens=TOKENS)
     llm.generate([PROMPTS[0]["text"]], SamplingParams(temperature=0.0, max_tokens=8), use_tqdm=False)
     for prompt in PROMPTS:

@@ -32,6 +32,7 @@ DISTRIBUTION = {
     "yaml": "pyyaml",
     "rattler": "py-rattler",
     "_pytest": "pytest",
+    "PIL": "matplotlib",
     "IPython": "ipywidgets",
     "traitlets": "ipywidgets",
     "nbformat": "nbconvert",
@@ -65,9 +66,7 @@ def test_every_direct_dependency_is_pinned_to_a_version_it_allows(name):
     pin = pins()[name]
     (exact,) = pin.specifier
     assert exact.operator == "==" and "*" not in exact.version
-    wanted = (requirements("dev") | {"build-backend": Requirement(PYPROJECT["build-system"]["requires"][0])})[
-        name
-    ]
+    wanted = (requirements("dev") | {"build-backend": Requirement(PYPROJECT["build-system"]["requires"][0])})[name]
     assert wanted.specifier.contains(exact.version, prereleases=True), f"{pin} is not in {wanted.specifier}"
 
 
@@ -102,7 +101,7 @@ def third_party_imports(path: Path) -> set[str]:
             names |= {alias.name.split(".")[0] for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and not node.level:
             names.add(node.module.split(".")[0])
-    return names - set(sys.stdlib_module_names) - {"mtplab"}
+    return names - set(sys.stdlib_module_names) - {"mtplab", "tests"}
 
 
 @pytest.mark.parametrize(
@@ -111,9 +110,7 @@ def third_party_imports(path: Path) -> set[str]:
 )
 def test_every_import_is_a_declared_dependency(folder, extras):
     files = [
-        path
-        for path in sorted((REPO / folder).rglob("*.py"))
-        if "kernels" not in path.parts or folder == "kernels"
+        path for path in sorted((REPO / folder).rglob("*.py")) if "kernels" not in path.parts or folder == "kernels"
     ]
     assert files
     beside = {path.stem for path in files}
@@ -132,14 +129,11 @@ def test_every_import_is_a_declared_dependency(folder, extras):
 def built(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """`direct`: a wheel built from the sources; `sdist`; `through`: the wheel built from that sdist."""
     source = tmp_path_factory.mktemp("source")
-    for name in ["pyproject.toml", ".gitignore", *(entry.strip("/") for entry in SDIST["include"])]:
-        if (REPO / name).is_dir():
-            unwanted = shutil.ignore_patterns("__pycache__")
-            shutil.copytree(REPO / name, source / name, symlinks=True, ignore=unwanted)
-        else:
-            shutil.copy(REPO / name, source / name)
-    shutil.copytree(REPO / "kernels", source / "kernels", ignore=shutil.ignore_patterns("__pycache__"))
-    assert (source / "mtplab" / "kernels").is_symlink()
+    wanted = ["pyproject.toml", ".gitignore", "kernels", *(entry.strip("/") for entry in SDIST["include"])]
+    for name in sources(*wanted):
+        (source / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(REPO / name, source / name)
+    (source / "mtplab" / "kernels").symlink_to(os.readlink(REPO / "mtplab" / "kernels"))
     found = {}
     for label, options in {"direct": ["--wheel"], "through": []}.items():
         out = tmp_path_factory.mktemp(label)
@@ -157,15 +151,16 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 SDIST = PYPROJECT["tool"]["hatch"]["build"]["targets"]["sdist"]
 
 
+def sources(*tops: str) -> list[str]:
+    """Files under these folders that git tracks or would add, relative to the checkout."""
+    command = ["git", "-c", "safe.directory=*", "ls-files", "-z", "--cached", "--others", "--exclude-standard", *tops]
+    listing = subprocess.run(command, cwd=REPO, check=True, capture_output=True, text=True).stdout
+    return sorted({name for name in listing.split("\0") if (REPO / name).is_file()})
+
+
 def package_files() -> set[str]:
     """Every file of the package, kernels included, by the name it has in a wheel."""
-    files = {
-        path.relative_to(REPO).as_posix(): path
-        for top in ("mtplab", "kernels")
-        for path in (REPO / top).rglob("*")
-        if path.is_file() and "__pycache__" not in path.parts and path.parts[len(REPO.parts) + 1] != "kernels"
-    }
-    return {f"mtplab/{name}" if name.startswith("kernels/") else name for name in files}
+    return set(sources("mtplab")) | {f"mtplab/{name}" for name in sources("kernels")}
 
 
 @pytest.mark.xdist_group("packaging")
@@ -232,11 +227,7 @@ print(*[mtplab.__file__, mtplab.cli.__file__, *files], sep=chr(10))
 
 def test_licence_is_apache():
     text = (REPO / "LICENSE").read_text()
-    assert (
-        PROJECT["license"] == "Apache-2.0"
-        and "Apache License" in text
-        and "Version 2.0, January 2004" in text
-    )
+    assert PROJECT["license"] == "Apache-2.0" and "Apache License" in text and "Version 2.0, January 2004" in text
     assert "END OF TERMS AND CONDITIONS" in text
 
 
@@ -268,9 +259,7 @@ def test_environment_specs_parse(environment):
 
 
 def test_environment_python_is_the_one_pyproject_asks_for(environment):
-    (spec,) = [
-        spec for spec in environment["dependencies"] if isinstance(spec, str) and spec.startswith("python")
-    ]
+    (spec,) = [spec for spec in environment["dependencies"] if isinstance(spec, str) and spec.startswith("python")]
     assert SpecifierSet(spec.removeprefix("python")) == SpecifierSet(PROJECT["requires-python"])
 
 
@@ -300,9 +289,7 @@ def test_pages_name_targets_that_exist(page):
 
 
 def test_help_is_the_default_and_lists_every_target(tmp_path):
-    done = subprocess.run(
-        ["make", "-C", str(REPO), "--no-print-directory"], capture_output=True, text=True, check=True
-    )
+    done = subprocess.run(["make", "-C", str(REPO), "--no-print-directory"], capture_output=True, text=True, check=True)
     assert set(re.findall(r"^  make ([a-z-]+) ", done.stdout, re.M)) == make_targets()
 
 
@@ -310,16 +297,13 @@ def test_an_old_or_missing_python_is_refused_by_name(tmp_path):
     old = tmp_path / "python3.9"
     # stands in for an older interpreter: runs the check under a version it should refuse
     old.write_text(
-        f"#!{sys.executable}\nimport collections, sys\n"
-        "sys.version_info = (3, 9, 18)\ncode = sys.argv[2]\nexec(code)\n"
+        f"#!{sys.executable}\nimport collections, sys\nsys.version_info = (3, 9, 18)\ncode = sys.argv[2]\nexec(code)\n"
     )
     old.chmod(0o755)
     for file in ("Makefile", "pyproject.toml", "constraints.txt"):
         shutil.copy(REPO / file, tmp_path)
     for python, says in [(str(old), "is 3.9.18"), ("python-not-there", "'python-not-there' was not found")]:
-        done = subprocess.run(
-            ["make", "venv", f"PYTHON={python}"], cwd=tmp_path, capture_output=True, text=True
-        )
+        done = subprocess.run(["make", "venv", f"PYTHON={python}"], cwd=tmp_path, capture_output=True, text=True)
         assert done.returncode != 0 and "needs Python 3.11 or newer" in done.stderr and says in done.stderr
         assert not (tmp_path / ".venv").exists()
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -171,15 +172,22 @@ def _register_engine() -> None:
                 startup_timeout=options.pop("start_timeout", 60),
                 timeout=options.pop("execution_timeout", None),
                 # below this level the kernel only remarks on its transport at start-up
-                extra_arguments=["--IPKernelApp.log_level=40"],
+                extra_arguments=["--IPKernelApp.log_level=50"],
             )
             client.on_progress = on_progress
-            done = client.execute()
+            done = client.execute(env=_environment())
             if on_progress is not None:
                 on_progress(len(nb_man.nb.cells), len(nb_man.nb.cells), "done")
             return done
 
     papermill_engines.register(_ENGINE, Engine)
+
+
+def _environment() -> dict[str, str]:
+    """The kernel imports the mtplab that is running, also where that is a checkout nobody installed."""
+    root = str(Path(__file__).resolve().parents[2])
+    paths = [root, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths))}
 
 
 def _heading(cell: Any) -> str:

@@ -28,13 +28,26 @@ _LABELS = ("policy_label", "weights_label", "series")
 
 
 def _common(provenances: list[dict[str, Any]]) -> dict[str, Any]:
-    """Entries that all of them have, with equal values."""
-    first = provenances[0] if provenances else {}
-    return {key: value for key, value in first.items() if all(p.get(key, _MISSING) == value for p in provenances)}
+    """What all of them have with equal values, entries of nested dicts each for itself."""
+    shared: dict[str, Any] = {}
+    for key, value in (provenances[0] if provenances else {}).items():
+        values = [provenance.get(key, _MISSING) for provenance in provenances]
+        if all(isinstance(each, dict) for each in values):
+            shared[key] = _common(values)
+        elif all(each == value for each in values):
+            shared[key] = value
+    return shared
 
 
 def _without(provenance: dict[str, Any] | None, shared: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in (provenance or {}).items() if key not in shared}
+    """What `shared` lacks; the page puts the two together again."""
+    rest: dict[str, Any] = {}
+    for key, value in (provenance or {}).items():
+        if key not in shared:
+            rest[key] = value
+        elif isinstance(value, dict) and value != shared[key]:
+            rest[key] = _without(value, shared[key])
+    return rest
 
 
 @cache

@@ -16,7 +16,7 @@ from matplotlib.ticker import MaxNLocator
 
 from mtplab.report.palette import DASHES, GRID, INK, MARKERS, PAPER, policy_colours
 from mtplab.report.picture import Picture
-from mtplab.report.rows import Record, as_records, group_series
+from mtplab.report.rows import Record, as_records, at_temperature, group_series
 from mtplab.report.text import plain, plot_label
 
 __all__ = ["acceptance_by_depth", "acceptance_by_position", "new_figure", "style_axes"]
@@ -85,19 +85,26 @@ def _shift(index: int, count: int, width: float = 0.26) -> float:
     return 0.0 if count < 2 else (index / (count - 1) - 0.5) * min(width, 0.07 * (count - 1))
 
 
-def acceptance_by_depth(rows: Any, title: str = "Acceptance length by draft depth") -> Picture:
+def _temperature(series: dict[str, list[Record]]) -> str:
+    """How the title says at which temperature the rows were measured."""
+    value = next((record.get("temperature") or 0.0 for found in series.values() for record in found), 0.0)
+    return "greedy decoding" if value == 0 else f"temperature {value:g}"
+
+
+def acceptance_by_depth(rows: Any, temperature: float | None = None) -> Picture:
     """Acceptance length (tokens per round) against depth, one line per cache policy × exclusion set.
 
     Args:
         rows: rows of a sweep, or dicts with the same fields.
+        temperature: which rows to draw; those at the lowest temperature when None.
     """
-    records = as_records(rows)
-    series = group_series(records)
+    series = group_series(at_temperature(as_records(rows), temperature))
+    title = f"Acceptance length by draft depth, {_temperature(series)}"
     figure = new_figure(4.4)
     axes = figure.add_subplot()
     style_axes(
         axes,
-        plot_label(title, 90),
+        title,
         "Draft depth k (draft tokens per round)",
         "Acceptance length (tokens per round)",
     )
@@ -126,14 +133,15 @@ def _depth_alt(series: dict[str, list[Record]]) -> str:
     return f"Line chart, acceptance length in tokens per round by draft depth. {'; '.join(sentences[:8])}{more}."
 
 
-def acceptance_by_position(rows: Any, depth: int | None = None) -> Picture:
+def acceptance_by_position(rows: Any, depth: int | None = None, temperature: float | None = None) -> Picture:
     """Acceptance by draft position at one depth, in two panels: unconditional and conditional.
 
     Args:
         rows: rows of a sweep, or dicts with the same fields.
         depth: which depth's rows to draw; the deepest one when not given.
+        temperature: which rows to draw; those at the lowest temperature when None.
     """
-    series = group_series(as_records(rows))
+    series = group_series(at_temperature(as_records(rows), temperature))
     depths = sorted({record["depth"] for found in series.values() for record in found if record["depth"] > 0})
     figure = new_figure(4.4)
     left, right = figure.subplots(1, 2, sharey=True)
@@ -166,11 +174,13 @@ def _position_alt(found: list[Record], depth: int) -> str:
     for record in found[:8]:
         shares = [share for share in record.get("per_position") or [] if share is not None]
         if shares:
-            parts.append(
-                f"{plain(record['series'])}: {100 * shares[0]:.0f} % at draft 1, {100 * shares[-1]:.0f} % at {len(shares)}"
-            )
+            first, last = (f"{100 * share:.0f} % at draft" for share in (shares[0], shares[-1]))
+            parts.append(f"{plain(record['series'])}: {first} 1, {last} {len(shares)}")
     more = f", and {len(found) - 8} more lines" if len(found) > 8 else ""
-    return f"Two line charts at depth {depth}: share of rounds in which drafts up to j were accepted, and the same given the ones before. {'; '.join(parts)}{more}."
+    return (
+        f"Two line charts at depth {depth}: share of rounds in which drafts up to j were accepted, and the same "
+        f"given that the ones before were. {'; '.join(parts)}{more}."
+    )
 
 
 def _nothing(figure: Figure, *axes: Axes) -> Figure:

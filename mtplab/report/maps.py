@@ -90,17 +90,17 @@ def _map_alt(plan: Any) -> str:
 
 
 def bytes_by_part(plan: Any) -> Picture:
-    """Stored bytes of each part (target, draft, embedding, head), stacked by storage dtype."""
+    """Bytes of each part (target, draft, embedding, head) in the dtypes the plan gives, stacked by dtype."""
     sums: dict[str, dict[str, int]] = defaultdict(lambda: defaultdict(int))
     for module in plan.modules:
-        sums[module.part][_weight(module)] += module.nbytes
+        sums[module.part][_weight(module)] += getattr(module, "loaded_nbytes", module.nbytes)
     parts = [part for part in ("target", "draft", "embedding", "head") if part in sums]
     parts += [part for part in sums if part not in parts]
     largest = max((sum(sums[part].values()) for part in parts), default=0)
     unit, divisor = ("GB", 1e9) if largest >= 1e9 else ("MB", 1e6) if largest >= 1e6 else ("kB", 1e3)
     figure = new_figure(1.5 + 0.42 * max(1, len(parts)))
     axes = figure.add_subplot()
-    style_axes(axes, "Where the bytes are", f"Stored size, scales included ({unit})", "")
+    style_axes(axes, "Where the bytes are", f"Size of the weights, scales included ({unit})", "")
     axes.grid(False, axis="y")
     shown = [name for name in DTYPE_COLOURS if any(sums[part].get(name) for part in parts)]
     for y, part in enumerate(parts):
@@ -124,4 +124,4 @@ def bytes_by_part(plan: Any) -> Picture:
         + ")"
         for part in parts
     )
-    return Picture(figure, f"Bar chart of stored bytes by part and dtype. {said}.")
+    return Picture(figure, f"Bar chart of weight bytes by part and dtype. {said}.")

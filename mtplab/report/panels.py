@@ -145,10 +145,10 @@ class Panel:
     def _run(self, config: Mapping[str, Any]) -> None:
         clock, cancel = Clock(), self._cancel
 
-        def progress(done: float, total: float, label: str = "") -> None:
+        def progress(done: float, total: float, label: str = "", to_go: float | None = None) -> None:
             if total and not cancel.is_set():
                 self.bar.value = int(1000 * done / total)
-                self.status.value = escape(clock.sentence(done, total, label))
+                self.status.value = escape(clock.sentence(done, total, label, to_go))
 
         state, status, style = "done", "", "success"
         try:

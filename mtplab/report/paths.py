@@ -14,7 +14,7 @@ __all__ = ["project_root", "resolve_path"]
 
 
 def project_root(start: Path | None = None) -> Path | None:
-    """The checkout around `start` (the current folder when None): the nearest parent with pyproject.toml and notebooks/."""
+    """The checkout around `start` (the current folder when None): the nearest with pyproject.toml and notebooks/."""
     start = (start or Path.cwd()).resolve()
     for folder in (start, *start.parents):
         if (folder / "pyproject.toml").is_file() and (folder / "notebooks").is_dir():

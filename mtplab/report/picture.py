@@ -12,6 +12,7 @@ from typing import Any
 
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from PIL import Image
 
 from mtplab.errors import ConfigError
 from mtplab.report.text import escape
@@ -41,9 +42,12 @@ class Picture:
         """The figure as PNG bytes, on opaque paper, so that it stays readable on a dark page."""
         if self.figure.canvas is None or not isinstance(self.figure.canvas, FigureCanvasAgg):
             FigureCanvasAgg(self.figure)
-        target = io.BytesIO()
-        self.figure.savefig(target, format="png", dpi=self.dpi, facecolor=self.figure.get_facecolor())
-        return target.getvalue()
+        raw, small = io.BytesIO(), io.BytesIO()
+        self.figure.savefig(raw, format="png", dpi=self.dpi, facecolor=self.figure.get_facecolor())
+        # a chart has few colours: a palette makes it a third of the size, and a report carries several
+        image = Image.open(raw).convert("RGB").quantize(colors=192, dither=Image.Dither.NONE)
+        image.save(small, format="png", optimize=True)
+        return small.getvalue()
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> tuple[dict, dict]:
         width, height = (int(inches * self.dpi) for inches in self.figure.get_size_inches())

@@ -43,11 +43,12 @@ class Clock:
         """Seconds left at the pace so far; None before anything is done."""
         return self.spent * (total - done) / done if done > 0 else None
 
-    def sentence(self, done: float, total: float, label: str = "") -> str:
-        """`12 of 36 · published, int8 · 8 s spent, 16 s to go`."""
-        to_go = self.to_go(done, total)
+    def sentence(self, done: float, total: float, label: str = "", to_go: float | None = None) -> str:
+        """`12 of 36 · published, int8 · 8 s spent, 16 s to go`; `to_go` where the caller knows better."""
+        if to_go is None:
+            to_go = self.to_go(done, total)
         times = f"{duration(self.spent)} spent" + ("" if to_go is None else f", {duration(to_go)} to go")
-        return " · ".join(part for part in (f"{done:g} of {total:g}", plain(label), times) if part)
+        return " · ".join(part for part in (f"{int(done)} of {total:g}", plain(label), times) if part)
 
 
 class NotebookProgress:
@@ -64,11 +65,15 @@ class NotebookProgress:
         self._last = float("-inf")
         self._shown = False
 
-    def __call__(self, done: float, total: float, label: str = "") -> None:
+    def __call__(self, done: float, total: float, label: str = "", to_go: float | None = None) -> None:
         now = time.monotonic()
         if now - self._last >= 0.2 or done >= total:
             self._last = now
-            self._show(self.clock.sentence(done, total, label), done, total, label)
+            self._show(self.clock.sentence(done, total, label, to_go), done, total, label)
+
+    def follow(self, step: Any) -> None:
+        """For `mtplab.sweep(on_progress=…)`: `step` says `done`, `fraction`, `total`, `current`, `remaining`."""
+        self(step.done + step.fraction, step.total, step.current, step.remaining)
 
     def finish(self, sentence: str = "") -> None:
         """Replaces the line by what was done, which is what a report keeps."""

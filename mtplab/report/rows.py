@@ -11,9 +11,14 @@ from typing import Any
 
 from mtplab.errors import ConfigError
 
-__all__ = ["Record", "as_records", "group_series", "policy_label", "weights_label"]
+__all__ = ["Record", "as_records", "at_temperature", "group_series", "policy_label", "weights_label"]
 
 Record = dict[str, Any]
+
+_TELLING = ("method", "prompt_set", "seed", "top_k", "top_p")
+
+# two sets whose short name says little to a newcomer
+_IN_WORDS = {"*": "* (all BF16)", "none": "none (all FP8)"}
 
 
 def as_records(rows: Any) -> list[Record]:
@@ -36,11 +41,14 @@ def as_records(rows: Any) -> list[Record]:
                 "give rows of mtplab.sweep or dicts with the same fields"
             )
         records.append(record)
-    several = {_origin(record) for record in records}
+    several = len({_origin(record) for record in records}) > 1
+    # what else tells two lines of this study apart goes into the label, or they would be drawn as one
+    also = [key for key in _TELLING if len({str(record.get(key)) for record in records}) > 1]
     for record in records:
         record["policy_label"] = policy_label(record)
-        record["weights_label"] = weights_label(record, with_origin=len(several) > 1)
-        record["series"] = f"{record['weights_label']} · cache {record['policy_label']}"
+        told = [_told(key, record.get(key)) for key in also]
+        record["weights_label"] = " · ".join([weights_label(record, with_origin=several), *told])
+        record["series"] = f"{record['weights_label']} · {record['policy_label']} cache"
     return records
 
 
@@ -54,8 +62,9 @@ def policy_label(record: Mapping[str, Any]) -> str:
 def weights_label(record: Mapping[str, Any], with_origin: bool = False) -> str:
     """The exclusion set in a few words; with the checkpoint and format before it where a study mixes them."""
     label = str(record.get("exclude_label") or _globs(record.get("exclude")) or "published")
+    label = _IN_WORDS.get(label, label)
     draft = record.get("draft_exclude")
-    if draft is not None and draft != record.get("exclude") and _globs(draft) not in label:
+    if draft is not None and draft != record.get("exclude") and "(draft: " not in label:
         label += f" (draft: {_globs(draft) or 'none'})"
     return f"{_origin(record)}: {label}" if with_origin else label
 
@@ -70,6 +79,17 @@ def _origin(record: Mapping[str, Any]) -> str:
     name = str(record.get("checkpoint") or "model").rstrip("/").rsplit("/", 1)[-1]
     model_format = record.get("model_format")
     return f"{name} as {model_format}" if model_format else name
+
+
+def _told(key: str, value: Any) -> str:
+    return str(value) if key in ("method", "prompt_set") else f"{key} {value}"
+
+
+def at_temperature(records: list[Record], temperature: float | None = None) -> list[Record]:
+    """Rows at one temperature: the one given, or the lowest there is."""
+    found = {record.get("temperature") or 0.0 for record in records}
+    chosen = min(found, default=0.0) if temperature is None else temperature
+    return [record for record in records if (record.get("temperature") or 0.0) == chosen]
 
 
 def group_series(records: list[Record]) -> dict[str, list[Record]]:

@@ -205,20 +205,20 @@ class SweepPanel(Panel):
         sweep = self._sweep
         if sweep is None:
             from mtplab.study import sweep
-        total = len(config["depths"]) * len(config["exclude"]) * len(config["quant_policy"])
         rows: list[Any] = []
 
         def on_row(row: Any) -> None:
             rows.append(row)
-            progress(len(rows), total, f"depth {getattr(row, 'depth', '')}".strip())
             # a drawing takes a third of a second: not for every row
             if time.monotonic() - self._last_draw > 1.0 and not cancel.is_set():
                 self.draw(rows)
 
+        def on_progress(step: Any) -> None:
+            progress(step.done + step.fraction, step.total, step.current, step.remaining)
+
         self._last_draw = time.monotonic()
-        progress(0, total, "loading the model")
         try:
-            return sweep(self.checkpoint, on_row=on_row, cancel=cancel, **config)
+            return sweep(self.checkpoint, on_row=on_row, on_progress=on_progress, cancel=cancel, **config)
         except Exception:
             if not cancel.is_set():
                 raise

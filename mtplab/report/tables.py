@@ -11,7 +11,7 @@ from typing import Any
 from mtplab.report.rows import as_records, group_series
 from mtplab.report.text import escape, human_bytes
 
-__all__ = ["acceptance_table", "html_table", "plan_table"]
+__all__ = ["acceptance_table", "html_table", "plan_summary", "plan_table"]
 
 
 def html_table(head: Sequence[Any], body: Iterable[Sequence[Any]], caption: str = "", left: int = 1) -> str:
@@ -23,10 +23,10 @@ def html_table(head: Sequence[Any], body: Iterable[Sequence[Any]], caption: str 
     """
 
     def line(cells: Sequence[Any], tag: str) -> str:
+        scope = " scope=col" if tag == "th" else ""
+        styles = ["text-align:left" if at < left else "text-align:right;white-space:nowrap" for at in range(len(cells))]
         return "".join(
-            f'<{tag}{" scope=col" if tag == "th" else ""} style="text-align:{"left" if at < left else "right"}">'
-            f"{escape(cell)}</{tag}>"
-            for at, cell in enumerate(cells)
+            f'<{tag}{scope} style="{style}">{escape(cell)}</{tag}>' for cell, style in zip(cells, styles, strict=True)
         )
 
     lines = "".join(f"<tr>{line(row, 'td')}</tr>" for row in body)
@@ -63,6 +63,21 @@ def acceptance_table(rows: Any, caption: str = "Acceptance length (tokens per ro
     if len(failed) > 5:
         notes += f"<p>… and {len(failed) - 5} more failed rows.</p>"
     return html_table(head, body, caption, left=2) + notes
+
+
+def plan_summary(plan: Any, caption: str = "Modules by part and by how they are held") -> str:
+    """A few lines for a plan of any length: how many modules of each part are FP8, BF16 or F32, and their bytes."""
+    groups: dict[tuple[str, str, str], list[Any]] = {}
+    for module in plan.modules:
+        groups.setdefault((module.part, module.weight, module.activation), []).append(module)
+    body = []
+    for (part, weight, activation), found in groups.items():
+        kinds = dict.fromkeys(module.name.rsplit(".", 1)[-1] for module in found)
+        shown = ", ".join(list(kinds)[:6]) + (", …" if len(kinds) > 6 else "")
+        rounded = "FP8" if activation == "fp8" else "–"
+        size = human_bytes(sum(getattr(module, "loaded_nbytes", module.nbytes) for module in found))
+        body.append((part, weight.upper(), rounded, shown, len(found), size))
+    return html_table(("Part", "Weight", "Activations", "Among them", "Modules", "Bytes"), body, caption, left=4)
 
 
 def plan_table(modules: Iterable[Any], caption: str = "", limit: int = 400) -> str:

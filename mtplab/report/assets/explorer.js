@@ -3,7 +3,14 @@
 (() => {
   const $ = (id) => document.getElementById(id);
   const { rows, provenance, policies, weights, palette } = JSON.parse($("data").textContent);
-  for (const row of rows) row.provenance = { ...provenance, ...row.provenance };
+  const isMap = (value) => value !== null && typeof value === "object" && !Array.isArray(value);
+  // what all rows share is written once, nested entries too
+  const merged = (shared, own) => {
+    const out = { ...shared };
+    for (const [key, value] of Object.entries(own)) out[key] = isMap(value) && isMap(shared[key]) ? merged(shared[key], value) : value;
+    return out;
+  };
+  for (const row of rows) row.provenance = merged(provenance, row.provenance);
   const SVG = "http://www.w3.org/2000/svg";
   const ALL = "\u0000all";
   const shown = { policies: new Set(policies), weights: new Set(weights) };

@@ -13,7 +13,7 @@ from typing import Annotated
 
 import typer
 
-from mtplab.cli_common import note
+from mtplab.cli_common import ReaderGone, note
 from mtplab.cli_generate import generate
 from mtplab.cli_report import join_parameters, report
 from mtplab.cli_sweep import sweep
@@ -76,6 +76,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         code = app(arguments, standalone_mode=False, prog_name="mtplab")
         sys.stdout.flush()
+        if code == 130:  # how typer tells of an interrupt
+            raise KeyboardInterrupt
         return code if isinstance(code, int) else 0
     except (CheckpointError, ConfigError) as problem:
         return _fail(problem, 2)
@@ -83,8 +85,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _fail(problem, 1)
     except (KeyboardInterrupt, typer.Abort):
         return _fail("stopped", 1)
-    except BrokenPipeError:
-        # the reader (head, less) has gone: that is how a pipe ends
+    except ReaderGone:  # that is how a pipe ends
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except Exception as problem:

@@ -15,12 +15,36 @@ from typing import Any
 from mtplab.errors import ConfigError
 from mtplab.report.text import plain
 
-__all__ = ["depth_list", "exclusion", "names", "note", "numbers", "print_json", "say", "spinner", "step_bar"]
+__all__ = [
+    "ReaderGone",
+    "depth_list",
+    "emit",
+    "exclusion",
+    "names",
+    "note",
+    "numbers",
+    "print_json",
+    "say",
+    "spinner",
+    "step_bar",
+]
+
+
+class ReaderGone(Exception):
+    """Whoever read stdout (head, less) has left."""
 
 
 def say(text: object = "") -> None:
     """To stdout, control characters made visible."""
-    print(plain(text))
+    emit(plain(text))
+
+
+def emit(text: str) -> None:
+    """To stdout as it is, at once. Raises `ReaderGone` when nobody reads it any more."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:  # typer would take it for a failure
+        raise ReaderGone from None
 
 
 def note(text: object) -> None:
@@ -30,7 +54,7 @@ def note(text: object) -> None:
 
 def print_json(value: Any) -> None:
     """One JSON document to stdout, ASCII only, so that nothing in it reaches the terminal as a command."""
-    print(json.dumps(value, ensure_ascii=True, indent=2, allow_nan=False))
+    emit(json.dumps(value, ensure_ascii=True, indent=2, allow_nan=False))
 
 
 def depth_list(text: str) -> tuple[int, ...]:

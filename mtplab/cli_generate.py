@@ -5,12 +5,13 @@ Turns options into one call of `mtplab.generate` and its result into lines or JS
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from mtplab.cli_common import exclusion, names, print_json, say, spinner, step_bar
+from mtplab.cli_common import emit, exclusion, names, print_json, say, spinner, step_bar
 
 __all__ = ["generate"]
 
@@ -161,11 +162,13 @@ def _acceptance(counts: Any) -> dict[str, Any]:
 
 
 def _print(document: dict[str, Any]) -> None:
-    from mtplab.report.text import human_bytes
+    from mtplab.report.text import human_bytes, plain
 
     for number, item in enumerate(document["prompts"], start=1):
         say(f"── prompt {number} of {len(document['prompts'])}, {len(item['tokens'])} tokens ──")
-        say(item["prompt"] + item["text"])
+        # what the model added stands out, where there is a terminal to show it
+        before, after = ("\x1b[2m", "\x1b[0m") if sys.stdout.isatty() else ("", "")
+        emit(before + plain(item["prompt"]) + after + plain(item["text"]))
         say()
     found, memory = document["acceptance"], document["memory"]
     length = found["acceptance_length"]

@@ -9,6 +9,7 @@ import json
 import signal
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -175,11 +176,16 @@ def _bar() -> Iterator[Any]:
     # the time to go is the sweep's own: tqdm's would take rows read back for rows computed
     form = "{percentage:3.0f}% {bar:24} {desc}"
     with tqdm(total=1.0, bar_format=form, file=sys.stderr, leave=False, dynamic_ncols=True) as bar:
+        drawn = 0.0
 
         def follow(progress: Any) -> None:
+            nonlocal drawn
+            now = time.monotonic()
+            if now - drawn < 0.1:
+                return
+            drawn = now
             bar.total = progress.total
             bar.n = progress.done + (progress.fraction if progress.done < progress.total else 0)
-            bar.set_description_str(plain(progress), refresh=False)
-            bar.update(0)
+            bar.set_description_str(plain(progress))
 
         yield follow

@@ -9,7 +9,6 @@ import sys
 import warnings
 
 import pytest
-from study_fakes import make_checkpoint
 
 from mtplab.config import EngineConfig, SamplingConfig, SpecConfig
 from mtplab.errors import ConfigError
@@ -19,6 +18,7 @@ from mtplab.study.identity import checkpoint_identity
 from mtplab.study.producer import error_row
 from mtplab.study.prompts import load_prompts
 from mtplab.study.store import PointStore, write_atomically
+from tests.study_fakes import make_checkpoint
 
 
 def settings(engine=None, spec=None, sampling=None) -> Settings:
@@ -100,15 +100,14 @@ def test_the_config_names_excluded_modules_by_part(tmp_path):
     assert config.draft_excluded == ("mtp.fc",)
 
 
-def test_the_hash_is_the_same_in_another_process(tmp_path):
+def test_the_hash_is_the_same_in_another_process(tmp_path, repo):
     here = one_unit(make_checkpoint(tmp_path / "m")).point
     code = (
-        "import sys; sys.path[:0] = [sys.argv[1]]\n"
-        "from pathlib import Path; from study_fakes import make_checkpoint; import test_study_store as t\n"
-        "print(t.one_unit(make_checkpoint(Path(sys.argv[2]))).point)"
+        "import sys; from pathlib import Path; from tests import study_fakes, test_study_store as t\n"
+        "print(t.one_unit(study_fakes.make_checkpoint(Path(sys.argv[1]))).point)"
     )
-    arguments = [sys.executable, "-c", code, os.path.dirname(__file__), str(tmp_path / "m")]
-    env = {**os.environ, "PYTHONHASHSEED": "7", "PYTHONPATH": os.getcwd()}
+    arguments = [sys.executable, "-c", code, str(tmp_path / "m")]
+    env = {**os.environ, "PYTHONHASHSEED": "7", "PYTHONPATH": str(repo)}
     there = subprocess.run(arguments, capture_output=True, text=True, env=env, check=True).stdout.strip()
     assert there == here
 
@@ -210,14 +209,14 @@ def test_a_newer_file_is_left_alone(tmp_path):
     assert path.exists()
 
 
-def test_one_owner_at_a_time_and_a_dead_one_is_none(tmp_path):
+def test_one_owner_at_a_time_and_a_dead_one_is_none(tmp_path, repo):
     store = PointStore(tmp_path / "r")
     code = (
         "import sys, time; from mtplab.study.store import PointStore\n"
         "with PointStore(sys.argv[1]).lock('p') as held:\n"
         "    print(held, flush=True); time.sleep(60)"
     )
-    env = {**os.environ, "PYTHONPATH": os.getcwd()}
+    env = {**os.environ, "PYTHONPATH": str(repo)}
     other = subprocess.Popen(
         [sys.executable, "-c", code, str(store.folder)], stdout=subprocess.PIPE, text=True, env=env
     )

@@ -14,12 +14,12 @@ import threading
 import time
 
 import pytest
-import study_fakes as fakes
 
 from mtplab.config import EngineConfig, SpecConfig
 from mtplab.errors import ConfigError, MtplabError
 from mtplab.study import Prompt, ResultRow, read_rows, sweep
 from mtplab.study.progress import Estimator, clock
+from tests import study_fakes as fakes
 
 PROMPTS = [[1, 2, 3], [4, 5], [6]]
 
@@ -374,22 +374,22 @@ def test_cancel_reaches_a_process_pool(checkpoint, tmp_path, monkeypatch):
 
 
 SWEEP = """
-import sys; sys.path.insert(0, sys.argv[1])
+import sys
 from pathlib import Path
-import study_fakes as fakes
+from tests import study_fakes as fakes
 from mtplab.study import sweep
-checkpoint = fakes.make_checkpoint(Path(sys.argv[2]))
+checkpoint = fakes.make_checkpoint(Path(sys.argv[1]))
 result = sweep(checkpoint, prompts=[[1, 2, 3], [4, 5], [6]], depths=(0, 1, 2, 3), quant_policy=("none", "int8"),
-               exclude=(None, "none"), results=sys.argv[3], max_new_tokens=16,
+               exclude=(None, "none"), results=sys.argv[2], max_new_tokens=16,
                load_model=fakes.load_model, generate=fakes.generate)
 print(result.computed, result.reused)
 """
 
 
 def start(checkpoint, results) -> subprocess.Popen:
-    here = os.path.dirname(os.path.abspath(__file__))
-    env = {**os.environ, "FAKE_SECONDS": "0.02", "PYTHONPATH": os.path.dirname(here)}
-    arguments = [sys.executable, "-c", SWEEP, here, str(checkpoint.path), str(results)]
+    root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    env = {**os.environ, "FAKE_SECONDS": "0.02", "PYTHONPATH": root}
+    arguments = [sys.executable, "-c", SWEEP, str(checkpoint.path), str(results)]
     return subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env)
 
 

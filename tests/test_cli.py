@@ -1,0 +1,347 @@
+"""The command line: exit codes, one-line failures, pure JSON, inert text, tables, reading back."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from mtplab import cli_generate, cli_sweep
+from mtplab.cli import main
+from mtplab.cli_common import depth_list, exclusion, names, numbers
+from mtplab.cli_report import _value, join_parameters
+from mtplab.errors import ConfigError, MtplabError
+
+
+@pytest.fixture
+def command(repo):
+    """Runs `mtplab` as a process of its own, from the checkout's root."""
+
+    def run(*arguments: str, code: int = 0, **options) -> subprocess.CompletedProcess:
+        done = subprocess.run(
+            [sys.executable, "-m", "mtplab.cli", *map(str, arguments)],
+            capture_output=True,
+            text=True,
+            cwd=repo,
+            timeout=120,
+            **options,
+        )
+        assert done.returncode == code, (done.stdout, done.stderr)
+        return done
+
+    return run
+
+
+@pytest.mark.parametrize("name", [[], ["generate"], ["sweep"], ["report"]], ids=" ".join)
+def test_help_teaches(name, capsys):
+    assert main([*name, "--help"]) == 0
+    text = capsys.readouterr().out
+    assert "Examples" in text
+    assert len(re.findall(r"^    mtplab ", text, re.MULTILINE)) >= 3
+    assert main([*name, "-h"]) == 0
+
+
+def test_every_example_in_the_help_parses(capsys, monkeypatch, repo):
+    """The options an example shows exist: each is run up to where the work would begin."""
+    monkeypatch.chdir(repo)
+
+    class Reached(Exception):
+        pass
+
+    def stop(*arguments, **options):
+        raise Reached
+
+    monkeypatch.setattr("mtplab.study.sweep", stop)
+    monkeypatch.setattr("mtplab.models.load_model", stop)
+    monkeypatch.setattr("mtplab.report.html.render_report", stop)
+    examples = []
+    for name in ("generate", "sweep", "report"):
+        main([name, "--help"])
+        lines = capsys.readouterr().out.splitlines()
+        examples += [line.strip() for line in lines if line.startswith("    mtplab ")]
+    assert len(examples) >= 10
+    for example in examples:
+        words = subprocess.run(
+            ["bash", "-c", 'for word in "$@"; do :; done; printf "%s\\0" ' + example.split(" > ")[0]],
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout.split("\0")[1:-1]
+        assert main(words) == 1, example
+        assert "Reached" in capsys.readouterr().err, example
+
+
+def test_help_and_version_import_nothing_heavy():
+    code = (
+        "import sys\nfrom mtplab.cli import main\nmain(sys.argv[1:])\n"
+        "print([m for m in ('torch', 'matplotlib', 'tokenizers', 'pydantic', 'ipywidgets') if m in sys.modules])"
+    )
+    for flag, needed in (("--help", "[]"), ("--version", "['pydantic']")):
+        done = subprocess.run([sys.executable, "-c", code, flag], capture_output=True, text=True, check=True)
+        assert done.stdout.splitlines()[-1] == needed, flag
+
+
+def test_version(command):
+    assert re.match(r"mtplab \d+\.\d+\S* \(python 3\.\d+\.\d+, torch \d", command("--version").stdout)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["swep"], "No such command 'swep'"),
+        (["sweep"], "Missing argument 'PATH'"),
+        (["sweep", "x", "--no-such-option"], "--no-such-option"),
+        (["sweep", "x", "--seed", "one"], "--seed"),
+        (["sweep", "{tiny}", "--depths", "8-0"], "runs backwards"),
+        (["sweep", "{tiny}", "--depths", "0-17"], "a depth is 17"),
+        (["sweep", "{tiny}", "--quant-policy", "int3"], "int3"),
+        (["sweep", "{tiny}", "--temperature", "warm"], "'warm'"),
+        (["sweep", "{tiny}", "--exclude", "no.such.*"], "no.such"),
+        (["sweep", "{tiny}", "--domain", "nowhere"], "no domain 'nowhere'"),
+        (["sweep", "{tiny}", "--prompts", "missing.jsonl"], "missing.jsonl: no such file"),
+        (["sweep", "/no/such/folder"], "/no/such/folder"),
+        (["sweep", "{tiny}/config.json"], "config.json"),
+        (["generate", "{tiny}"], "--prompt TEXT"),
+        (["generate", "{tiny}", "--prompt", ""], "prompt 0 is an empty string"),
+        (["generate", "{tiny}", "--prompt", "x", "--depth", "17"], "17"),
+        (["generate", "{tiny}", "--prompt", "x", "--top-p", "0"], "top_p"),
+        (["generate", "{tiny}", "--prompt", "x", "--device", "abacus"], "abacus"),
+        (["report", "/no/such.ipynb"], "/no/such.ipynb"),
+        (["report", "x.ipynb", "-p", "3", "4"], "-p '3=4'"),
+        (["report", "x.ipynb", "--execution-timeout", "0"], "--execution-timeout is 0"),
+    ],
+    ids=lambda value: " ".join(value)[:40] if isinstance(value, list) else "",
+)
+def test_wrong_usage_is_one_line_and_code_2(arguments, says, bundled, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main([word.replace("{tiny}", str(bundled)) for word in arguments]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("mtplab: ")
+    assert err.count("\n") == 1
+    assert says in err
+
+
+def test_without_a_command_the_help_is_on_stderr(capsys):
+    assert main([]) == 2
+    out, err = capsys.readouterr()
+    assert (out, "Usage: mtplab" in err) == ("", True)
+
+
+@pytest.mark.parametrize(
+    ("problem", "code", "says"),
+    [
+        (MtplabError("it did not work\nat all"), 1, "mtplab: it did not work at all\n"),
+        (ConfigError("no\x1b[31mred"), 2, "mtplab: no\\x1b[31mred\n"),
+        (RuntimeError("boom"), 1, "mtplab: RuntimeError: boom (unexpected; MTPLAB_DEBUG=1 shows where)\n"),
+        (KeyboardInterrupt(), 1, "mtplab: stopped\n"),
+    ],
+    ids=["mtplab", "config", "unexpected", "interrupt"],
+)
+def test_failures_leave_as_one_inert_line(problem, code, says, bundled, capsys, monkeypatch):
+    def fail(*arguments, **options):
+        raise problem
+
+    monkeypatch.delenv("MTPLAB_DEBUG", raising=False)
+    monkeypatch.setattr("mtplab.study.sweep", fail)
+    assert main(["sweep", str(bundled)]) == code
+    assert capsys.readouterr().err.lstrip("\n") == says
+
+
+def test_unexpected_errors_can_be_looked_into(bundled, monkeypatch):
+    def fail(*arguments, **options):
+        raise RuntimeError("boom")
+
+    monkeypatch.setenv("MTPLAB_DEBUG", "1")
+    monkeypatch.setattr("mtplab.study.sweep", fail)
+    with pytest.raises(RuntimeError, match="boom"):
+        main(["sweep", str(bundled)])
+
+
+def test_generate_prints_text_acceptance_and_memory(bundled, capsys):
+    assert main(["generate", str(bundled), "--prompt", "Once upon", "--depth", "2", "--max-new-tokens", "8"]) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    assert "prompt 1 of 1, " in out
+    assert "Once upon" in out
+    assert re.search(r"acceptance length \d\.\d{3} · depth 2 · \d+ rounds · \d+ of \d+ drafts accepted", out)
+    assert re.search(r"all up to draft j +1: [\d.]+ % +2: [\d.]+ %", out)
+    assert re.search(r"weights: target [\d.]+ MB, draft [\d.]+ MB", out)
+    assert re.search(r"cache: none \d+ B a token", out)
+
+
+def test_generate_json_is_pure_and_says_what_ran(bundled, capsys):
+    arguments = ["--prompt", "a", "--prompt", "b", "--depth", "3", "--max-new-tokens", "6", "--exclude", "mtp.*"]
+    assert main(["generate", str(bundled), *arguments, "--quant-policy", "fp8", "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert [item["prompt"] for item in document["prompts"]] == ["a", "b"]
+    found = document["acceptance"]
+    assert (found["num_drafts"], found["num_accepted_tokens"]) == (found["rounds"], found["accepted"])
+    assert found["acceptance_length"] == found["tokens"] / found["rounds"]
+    assert document["memory"]["quant_policy"] == document["memory"]["draft_quant_policy"] == "fp8_e4m3"
+    # an exclusion asks for FP8 around it
+    assert document["settings"]["spec"]["model_format"] == "fp8"
+
+
+def test_generate_depths_agree(bundled, capsys):
+    texts = []
+    for depth in ("0", "5"):
+        main(["generate", str(bundled), "--prompt", "The", "--depth", depth, "--max-new-tokens", "16", "--json"])
+        texts.append(json.loads(capsys.readouterr().out)["prompts"][0]["tokens"])
+    assert texts[0] == texts[1]
+
+
+def test_text_of_a_model_cannot_command_a_terminal(capsys):
+    document = {
+        "prompts": [{"prompt": "\x1b]0;title\x07", "text": "\x9b31m\u202eabc\r", "tokens": [1]}],
+        "acceptance": {
+            "depth": 0,
+            "rounds": 1,
+            "accepted": 0,
+            "drafted": 0,
+            "acceptance_length": 1.0,
+            "per_position": [],
+        },
+        "memory": {
+            "target_weight_bytes": 1,
+            "draft_weight_bytes": 1,
+            "quant_policy": "none",
+            "draft_quant_policy": "none",
+            "kv_bytes_per_token": 1,
+            "draft_kv_bytes_per_token": 1,
+            "state_bytes": 1,
+            "layers": [1],
+        },
+        "seconds": 1.0,
+        "prefill_seconds": 0.0,
+        "tokens_per_second": None,
+    }
+    cli_generate._print(document)
+    out = capsys.readouterr().out
+    assert not re.search("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202e]", out)
+    assert "\\x1b]0;title\\x07\\x9b31m\\u202eabc\\x0d" in out
+
+
+SWEEP = ["--depths", "0-2", "--quant-policy", "none,int8", "--limit", "1", "--max-new-tokens", "6"]
+
+
+def test_sweep_prints_a_table_and_reads_it_back(command, bundled, tmp_path):
+    arguments = ["sweep", bundled, *SWEEP, "--exclude", "published", "--exclude", "mtp.*", "--results", tmp_path]
+    first, second = command(*arguments), command(*arguments)
+    assert first.stderr == second.stderr == ""  # no terminal, no bar
+    table = first.stdout.split("\n\ncomputed")[0]
+    assert "computed 12, read back 0" in first.stdout
+    assert "computed 0, read back 12" in second.stdout
+    assert second.stdout.split("\n\ncomputed")[0] == table
+    lines = table.splitlines()
+    assert lines[2].split() == ["exclusions", "quant_policy", "d=0", "d=1", "d=2"]
+    assert [line.split()[:2] for line in lines[4:]] == [
+        [exclude, policy] for exclude in ("published", "mtp.*") for policy in ("none", "int8")
+    ]
+    assert all(line.split()[2] == "1.000" for line in lines[4:])
+
+
+def test_sweep_json_is_pure(command, bundled, tmp_path):
+    document = json.loads(command("sweep", bundled, *SWEEP, "--json", "--results", tmp_path).stdout)
+    assert (document["computed"], document["read_back"], document["notes"]) == (6, 0, [])
+    assert [row["depth"] for row in document["rows"]] == [0, 1, 2] * 2
+    assert all(row["schema"] == 1 and row["error"] is None for row in document["rows"])
+
+
+def test_a_failed_point_gives_code_1_and_the_table(bundled, tmp_path, capsys, monkeypatch):
+    def load(path, **settings):
+        raise RuntimeError("no memory")
+
+    monkeypatch.setattr("mtplab.models.load_model", load)
+    assert main(["sweep", str(bundled), *SWEEP, "--results", str(tmp_path)]) == 1
+    out = capsys.readouterr().out
+    assert "failed: as stored · none · T 0 · depth 0: RuntimeError: no memory" in out
+    assert "computed 2, read back 0, failed 2" in out
+
+
+def test_ctrl_c_keeps_what_is_done(bundled, repo, tmp_path):
+    arguments = ["sweep", str(bundled), "--depths", "0-16", "--max-new-tokens", "64", "--results", str(tmp_path)]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "mtplab.cli", *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=repo,
+        env={**os.environ, "PYTHONUNBUFFERED": "1"},
+    )
+    until = time.monotonic() + 90
+    while not list(tmp_path.glob("*.json")) and process.poll() is None and time.monotonic() < until:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 1, (out, err)
+    assert "cancelled before the rest" in out
+    assert err == "mtplab: stopping after this round; Ctrl-C again stops at once\n"
+    (point,) = tmp_path.glob("*.json")
+    assert 1 <= len(json.loads(point.read_text())["rows"]) < 17
+
+
+def test_a_reader_that_leaves_is_no_failure(repo, bundled, tmp_path):
+    line = (
+        f"{sys.executable} -m mtplab.cli sweep {bundled} --depths 0 --limit 1 --max-new-tokens 2 --json "
+        f"--results {tmp_path} | head -c 10; exit ${{PIPESTATUS[0]}}"
+    )
+    done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, cwd=repo, timeout=120)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_the_bar_follows_the_sweeps_own_estimate(monkeypatch, capsys):
+    from mtplab.study.progress import SweepProgress
+
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    with cli_sweep._bar() as follow:
+        follow(SweepProgress(3, 9, 3, 0, 0, "evil\x1b[2J · depth 3", 0.5, 4.0, 75.0))
+    err = capsys.readouterr().err
+    assert "3/9 rows, 1 min 15 s to go · evil\\x1b[2J · depth 3" in err
+
+
+def test_lists():
+    assert depth_list("0-3") == (0, 1, 2, 3)
+    assert depth_list("5, 1,2-3") == (5, 1, 2, 3)
+    assert names(["none,int8", "fp8"]) == ["none", "int8", "fp8"]
+    assert numbers("--temperature", ["0,0.7"]) == [0.0, 0.7]
+    assert exclusion("as-stored") is None
+    assert exclusion("published") == "published"
+    assert exclusion("mtp.*, lm_head") == ["mtp.*", "lm_head"]
+    for bad in ("", "1-", "-3", "a", "1,,2", "0-99999999"):
+        with pytest.raises(ConfigError):
+            depth_list(bad)
+
+
+def test_parameters_of_a_notebook():
+    words = ["report", "n.ipynb", "-p", "depth", "3", "--parameter", "label=a b", "-p", "x", "-1", "-o", "f"]
+    assert join_parameters(words) == [
+        *["report", "n.ipynb", "-p", "depth=3", "--parameter", "label=a b", "-p", "x=-1", "-o", "f"]
+    ]
+    assert join_parameters(["sweep", "-p", "a", "b"]) == ["sweep", "-p", "a", "b"]
+    read = {text: _value(text) for text in ("3", "0.5", "True", "true", "None", "null", "[1, 2]", "int8", "1e999")}
+    assert read == {
+        **{"3": 3, "0.5": 0.5, "True": True, "true": True, "None": None, "null": None, "[1, 2]": [1, 2]},
+        **{"int8": "int8", "1e999": "1e999"},
+    }
+
+
+def test_report_passes_what_it_was_given(monkeypatch, capsys, tmp_path):
+    seen = {}
+
+    def render(notebook, parameters, output, execution_timeout):
+        seen.update(notebook=str(notebook), parameters=parameters, timeout=execution_timeout)
+        return tmp_path / "page.html"
+
+    monkeypatch.setattr("mtplab.report.html.render_report", render)
+    assert main(["report", "n.ipynb", "-p", "depths", "[0, 4]", "-p", "label", "x", "--execution-timeout", "9"]) == 0
+    assert seen == {"notebook": "n.ipynb", "parameters": {"depths": [0, 4], "label": "x"}, "timeout": 9}
+    assert capsys.readouterr().out == f"{tmp_path / 'page.html'}\n"
+    assert main(["report", "n.ipynb", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"report": str(tmp_path / "page.html"), "parameters": {}}

@@ -50,9 +50,7 @@ def has_nan_codes(data: torch.Tensor) -> bool:
     return not bool(data.float().isfinite().all())
 
 
-def dequantize_block(
-    data: torch.Tensor, scale: torch.Tensor, block: tuple[int, int] = (128, 128)
-) -> torch.Tensor:
+def dequantize_block(data: torch.Tensor, scale: torch.Tensor, block: tuple[int, int] = (128, 128)) -> torch.Tensor:
     """The float32 values of a block-scaled FP8 matrix.
 
     Args:

@@ -44,7 +44,7 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     if "\0" in str(where):
         raise ConfigError(f"path={shown(where)}: expected the path of a checkpoint.")
     files = find_files(where)
-    config = read_config(files.folder, required=where.is_dir())
+    config = read_config(files.folder, required=os.path.isdir(where))
     return Checkpoint(where, files, config)
 
 
@@ -76,10 +76,8 @@ class Checkpoint:
             found.append(
                 Problem(
                     "warning", "unindexed", names[0],
-                    f"{self.files.index}: {len(names)} tensors are on disk but not in the index "
-                    f"({shown(names[0])} in {first.file.name} first): whatever follows the index never "
-                    "reads them. "
-                    "Rebuild the index.",
+                    f"{self.files.index}: {len(names)} tensors are on disk but not in the index ({shown(names[0])} "
+                    f"in {first.file.name} first): whatever follows the index never reads them. Rebuild the index.",
                 )
             )  # fmt: skip
         return tuple(found)
@@ -97,8 +95,7 @@ class Checkpoint:
         hidden = self.files.unindexed.get(name) or self.files.unindexed.get(f"{name}.weight")
         if hidden is not None:
             raise CheckpointError(
-                f"{self.path}: tensor {shown(name)} is on disk in {hidden.file.name}, but not in "
-                f"{self.files.index}, "
+                f"{self.path}: tensor {shown(name)} is on disk in {hidden.file.name}, but not in {self.files.index}, "
                 "which decides. Rebuild the index."
             )
         near = ", ".join(map(shown, nearest(str(name), self.tensors)))
@@ -127,8 +124,8 @@ class Checkpoint:
         info = self.info(name)
         if not self._pairing.is_quantised(info):
             raise CheckpointError(
-                f"{info.file}: tensor {shown(info.name)} is {info.dtype}, expected FP8 codes with a scale. "
-                "Use dequantize or read."
+                f"{info.file}: tensor {shown(info.name)} is {info.dtype}, expected FP8 codes with a scale. Use "
+                "dequantize or read."
             )
         return checked_values(info, *self._pairing.checked(info))
 
@@ -140,6 +137,8 @@ class Checkpoint:
         info = self.info(name)
         if self._pairing.is_quantised(info):
             return self.scaled(info.name).dequantize()
+        if info.dtype == "C64":
+            raise CheckpointError(f"{info.file}: tensor {shown(info.name)} is complex: expected real values. Use read.")
         return self.read(info.name).float()
 
     def plan(

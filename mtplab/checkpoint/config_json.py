@@ -5,6 +5,7 @@ Knows nothing of what a quantisation config means (`formats/`) nor of tensors.
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -37,7 +38,7 @@ def read_config(folder: Path, required: bool) -> dict[str, Any]:
     Raises CheckpointError for one that is missing, unreadable or no JSON object.
     """
     path = folder / "config.json"
-    if not required and not path.exists() and not path.is_symlink():
+    if not required and not os.path.lexists(path):
         return {}
     return read_json_object(path, "config.json")
 
@@ -68,7 +69,7 @@ def find_quantization(config: dict[str, Any], folder: Path) -> Found | None:
             )
         return Found(value, where)
     path = folder / SEPARATE_FILE
-    if path.exists():
+    if os.path.lexists(path):
         content = read_json_object(path, "a ModelOpt quantisation config")
         return Found({"quant_method": "modelopt", **content}, SEPARATE_FILE)
     return None

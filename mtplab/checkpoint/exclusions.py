@@ -7,6 +7,7 @@ Knows nothing of dtypes; what an exclusion does to a module is decided in `plan.
 from __future__ import annotations
 
 import fnmatch
+import math
 import re
 import time
 from collections.abc import Iterable, Sequence
@@ -38,8 +39,11 @@ QWEN_PUBLISHED: tuple[str, ...] = (
     "*visual.*",
 )
 
-PATTERN_SECONDS = 0.5  # for one pattern of a checkpoint over all its modules
+# for one pattern of a checkpoint, and all of them, over all its modules
+PATTERN_SECONDS, ALL_PATTERNS_SECONDS = 0.2, 2.0
 _MAX_PATTERN = 2000
+_MAX_REPEATS = 1000
+_COUNTED = re.compile(r"\{[^{}]*[0-9][^{}]*\}")
 _LITERAL = re.compile(r"[\w.\-/]*", re.ASCII)
 
 
@@ -63,6 +67,7 @@ class ListedModules:
                 self._patterns.append(entry)
         self._literal.pop("", None)
         self._spent = dict.fromkeys(self._patterns, 0.0)
+        self._spent_by_all = 0.0
         self.matched: set[str] = set()
 
     def entry_for(self, module: str) -> str | None:
@@ -97,25 +102,27 @@ class ListedModules:
     def _matches(self, pattern: str, module: str, name: str) -> bool:
         import regex  # the standard library's re has no time limit
 
-        left = PATTERN_SECONDS - self._spent[pattern]
         begun = time.monotonic()
+        left = min(PATTERN_SECONDS - self._spent[pattern], ALL_PATTERNS_SECONDS - self._spent_by_all)
         try:
             compiled = _compiled(pattern)
             return any(compiled.match(text, timeout=max(left, 1e-3)) for text in {module, name})
         except TimeoutError:
-            raise CheckpointError(
-                f"{self._where}: the exclusion {shown(pattern)} takes more than {PATTERN_SECONDS} s to "
-                "match: "
-                "expected module names or simple patterns. Rewrite the entry."
+            raise self._refused(
+                pattern,
+                f"takes more than {PATTERN_SECONDS} s to match (or all patterns together {ALL_PATTERNS_SECONDS} s): "
+                "expected module names or simple patterns.",
             ) from None
         except (regex.error, RecursionError, OverflowError, ValueError) as error:
-            raise CheckpointError(
-                f"{self._where}: the exclusion {shown(pattern)} is neither a module name nor a regular "
-                "expression: "
-                f"{str(error)[:120]}. Rewrite the entry."
-            ) from None
+            why = f"is neither a module name nor a regular expression that is tried: {str(error)[:120]}."
+            raise self._refused(pattern, why) from None
         finally:
-            self._spent[pattern] += time.monotonic() - begun
+            spent = time.monotonic() - begun
+            self._spent[pattern] += spent
+            self._spent_by_all += spent
+
+    def _refused(self, pattern: str, why: str) -> CheckpointError:
+        return CheckpointError(f"{self._where}: the exclusion {shown(pattern)} {why} Rewrite the entry.")
 
 
 @lru_cache(maxsize=1024)
@@ -123,7 +130,11 @@ def _compiled(pattern: str) -> Any:
     import regex
 
     if len(pattern) > _MAX_PATTERN:
-        raise ValueError(f"{len(pattern)} characters long, at most {_MAX_PATTERN} are tried")
+        raise ValueError(f"{len(pattern)} characters long, expected at most {_MAX_PATTERN}")
+    # the regex package unrolls counted repeats as it compiles: (a{65535}){65535} takes all memory there is
+    repeats = math.prod(max(map(int, re.findall("[0-9]+", count))) for count in _COUNTED.findall(pattern))
+    if repeats > _MAX_REPEATS:
+        raise ValueError(f"its counted repeats multiply to {repeats}, expected at most {_MAX_REPEATS}")
     body = pattern.removeprefix("re:")
     if not any(char in body for char in "\\^$()[]{}|+?") and "*" in body and ".*" not in body:
         return regex.compile(fnmatch.translate(body))  # a plain glob, as some hand-written lists have
@@ -144,7 +155,9 @@ def parse_exclude(exclude: str | Sequence[str] | None, option: str = "exclude") 
         )
     found = tuple(dict.fromkeys(items))
     if "none" in found and len(found) > 1:
-        raise ConfigError(f"{option}={list(found)}: 'none' stands alone; leave it out to exclude the others.")
+        raise ConfigError(
+            f"{option}={list(found)}: expected 'none' to stand alone. Leave it out to exclude the others."
+        )
     return found
 
 
@@ -171,8 +184,7 @@ class UserPatterns:
             if not any(_covers(raw, plain, module) for module in modules):
                 near = ", ".join(map(shown, nearest(item, modules)))
                 raise ConfigError(
-                    f"{option}: {shown(item)} matches no module of the checkpoint: expected names as they "
-                    "stand on "
+                    f"{option}: {shown(item)} matches no module of the checkpoint: expected names as they stand on "
                     f"disk, globs, 'published' or 'none'. " + (f"Nearest: {near}." if near else "")
                 )
 

@@ -7,6 +7,7 @@ cover from end to end with neither holes nor overlaps. Knows nothing of models, 
 
 from __future__ import annotations
 
+import math
 import os
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -82,9 +83,8 @@ def _header_length(path: Path, head: bytes, size: int) -> int:
     length = int.from_bytes(head[:8], "little")
     if length > MAX_HEADER_BYTES:
         raise CheckpointError(
-            f"{path}: its first 8 bytes give a header of {length} bytes, expected at most "
-            f"{MAX_HEADER_BYTES}: "
-            "this is no safetensors file, or a damaged one."
+            f"{path}: its first 8 bytes give a header of {length} bytes, expected at most {MAX_HEADER_BYTES}: this "
+            "is no safetensors file, or a damaged one."
         )
     if length > size - 8:
         raise CheckpointError(
@@ -123,39 +123,35 @@ def _tensors(path: Path, content: dict[str, Any], data_start: int, size: int) ->
         expected, last = info.end, shown(info.name)
     if expected != size:
         raise CheckpointError(
-            f"{path}: {size - expected} bytes after the last tensor ({last}) belong to none: "
-            f"expected the file to end at byte {expected}, it has {size}."
+            f"{path}: {size - expected} bytes after the last tensor ({last}) belong to none: expected the file to "
+            f"end at byte {expected}, it has {size}."
         )
     return tuple(found)
 
 
 def _tensor(path: Path, name: str, entry: Any, data_start: int) -> TensorInfo:
+    def refused(what: str) -> CheckpointError:
+        return CheckpointError(f"{path}: tensor {shown(name)}: {what}")
+
     try:
         dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     except (KeyError, TypeError):
         keys = ", ".join(sorted(map(shown, entry))) if isinstance(entry, dict) else type(entry).__name__
-        raise CheckpointError(
-            f"{path}: tensor {shown(name)}: expected dtype, shape and data_offsets, found {keys[:200] or 'nothing'}."
-        ) from None
-    where = f"{path}: tensor {shown(name)}"
+        raise refused(f"expected dtype, shape and data_offsets, found {keys[:200] or 'nothing'}.") from None
     bits = DTYPE_BITS.get(dtype) if isinstance(dtype, str) else None
     if bits is None:
-        raise CheckpointError(f"{where}: unknown dtype {shown(dtype)}; known: {', '.join(DTYPE_BITS)}.")
+        raise refused(f"unknown dtype {shown(dtype)}; known: {', '.join(DTYPE_BITS)}.")
     if not _is_sizes(shape) or len(shape) > MAX_DIMENSIONS:
-        raise CheckpointError(
-            f"{where}: expected a shape of at most {MAX_DIMENSIONS} sizes from 0 to 2**63-1, found {shown(shape)}."
-        )
+        raise refused(f"expected a shape of at most {MAX_DIMENSIONS} sizes from 0 to 2**63-1, found {shown(shape)}.")
     if not _is_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
-        raise CheckpointError(f"{where}: expected data_offsets [begin, end], found {shown(offsets)}.")
+        raise refused(f"expected data_offsets [begin, end], found {shown(offsets)}.")
     begin, end = offsets
-    total = bits
-    for dim in shape:
-        total *= dim
+    total = bits * math.prod(shape)
+    if total > _MAX_SIZE or (total == 0 and math.prod(dim for dim in shape if dim) * bits > _MAX_SIZE):
+        raise refused(f"shape {shown(shape)} overflows: expected at most 2**63 - 1 bits.")
     if total != (end - begin) * 8:
-        raise CheckpointError(
-            f"{where}: {dtype} of shape {list(shape)} takes {total / 8 if total % 8 else total // 8} bytes, "
-            f"its data_offsets give {end - begin}."
-        )
+        size = total / 8 if total % 8 else total // 8
+        raise refused(f"{dtype} of shape {shape} takes {size} bytes, its data_offsets give {end - begin}.")
     return TensorInfo(name, dtype, tuple(shape), path, data_start + begin, data_start + end)
 
 

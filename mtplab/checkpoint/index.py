@@ -7,6 +7,7 @@ Knows nothing of what the tensors mean. Links are followed (a hub cache is made 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any, NamedTuple
@@ -39,11 +40,11 @@ def find_files(path: Path) -> Files:
     Raises CheckpointError for a missing or unreadable shard, an index that contradicts its shards or points
     outside the folder, and a tensor in two shards.
     """
-    if path.is_dir():
+    if os.path.isdir(path):
         return _from_folder(path)
     if path.name.endswith(".index.json"):
         return _from_index(path)
-    if not path.exists() and not path.is_symlink():
+    if not os.path.lexists(path):
         raise CheckpointError(
             f"{path}: expected a checkpoint folder or a .safetensors file, found nothing: no such path."
         )
@@ -90,19 +91,22 @@ def _weight_map(index: Path, content: dict[str, Any]) -> dict[str, str]:
     weight_map = content.get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{index}: expected a weight_map from tensor to file, found {shown(weight_map)}.")
+    judged: dict[str, str | None] = {}
     for name, shard in weight_map.items():
-        problem = "not a string" if not isinstance(shard, str) else _leaves_folder(shard)
+        if isinstance(shard, str) and shard not in judged:
+            judged[shard] = _leaves_folder(shard)
+        problem = judged[shard] if isinstance(shard, str) else "not a string"
         if problem:
             raise CheckpointError(
-                f"{index}: tensor {shown(name)} is said to lie in {shown(shard)}: {problem}. "
-                "Expected the name of a file in the index's own folder."
+                f"{index}: tensor {shown(name)} is said to lie in {shown(shard)}: {problem}. Expected the name of a "
+                "file in the index's own folder."
             )
     return weight_map
 
 
 def _leaves_folder(name: str) -> str | None:
     """Why a shard's name is refused, or None. Both path styles are judged, whatever this machine uses."""
-    if not name or name.endswith(("/", "\\")) or "\0" in name:
+    if not name or name.endswith(("/", "\\")) or not name.isprintable():
         return "not a file name"
     for path in (PurePosixPath(name), PureWindowsPath(name)):
         if path.is_absolute() or path.drive or path.root:
@@ -114,11 +118,11 @@ def _leaves_folder(name: str) -> str | None:
 
 def _shard_header(index: Path, name: str, weight_map: dict[str, str]) -> Header:
     path = index.parent / name
-    if not path.exists() and not path.is_symlink():
+    if not os.path.lexists(path):
         tensors = [tensor for tensor, shard in weight_map.items() if shard == name]
         raise CheckpointError(
-            f"{path}: missing shard: {index.name} places {len(tensors)} tensors in it "
-            f"({shown(tensors[0])} first), the folder does not have it. Download it again."
+            f"{path}: missing shard: {index.name} places {len(tensors)} tensors in it ({shown(tensors[0])} first), "
+            "the folder does not have it. Download it again."
         )
     return read_header(path)
 
@@ -136,14 +140,14 @@ def _gather(
             other = found.setdefault(info.name, info)
             if other is not info:
                 raise CheckpointError(
-                    f"{info.file}: tensor {shown(info.name)} is in {other.file.name} too, expected it in "
-                    "one file: "
+                    f"{info.file}: tensor {shown(info.name)} is in {other.file.name} too, expected it in one file: "
                     "readers disagree which copy counts. Remove one."
                 )
     unindexed: dict[str, TensorInfo] = {}
     if weight_map is not None and index is not None:
+        paths = {shard: index.parent / shard for shard in set(weight_map.values())}
         for name, shard in weight_map.items():
-            _check_place(index, name, shard, found.get(name))
+            _check_place(index, name, paths[shard], found.get(name))
         unindexed = {name: info for name, info in found.items() if name not in weight_map}
         found = {name: found[name] for name in weight_map}
     if not found:
@@ -152,11 +156,11 @@ def _gather(
     return Files(folder, index, tuple(header.file for header in headers), found, unindexed, unused, metadata)
 
 
-def _check_place(index: Path, name: str, shard: str, info: TensorInfo | None) -> None:
-    if info is not None and info.file == index.parent / shard:
+def _check_place(index: Path, name: str, shard: Path, info: TensorInfo | None) -> None:
+    if info is not None and (info.file is shard or info.file == shard):
         return
     where = f"it is in {info.file.name}" if info is not None else "no shard has it"
     raise CheckpointError(
-        f"{index}: tensor {shown(name)} is said to lie in {shown(shard)}, but {where}. "
-        "The index and the shards do not belong together; rebuild the index or download both again."
+        f"{index}: tensor {shown(name)} is said to lie in {shown(shard.name)}, but {where}. The index and the shards "
+        "do not belong together; rebuild the index or download both again."
     )

@@ -6,6 +6,7 @@ Knows nothing of values (no torch) and of names no more than the suffixes a form
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from functools import cached_property
 from typing import NamedTuple
 
 from mtplab.checkpoint.formats import Format, QuantizationConfig
@@ -79,56 +80,51 @@ class Pairing:
             dtypes = ", ".join(sorted({info.dtype for info in self._tensors.values()}))
             yield Problem(
                 "warning", "nothing-quantised", "",
-                f"{self._config.where} says quant_method {self._config.method!r}, but no tensor is FP8: "
-                f"found {dtypes}. The tensors count: all of it is read as it is stored.",
+                f"{self._config.where} says quant_method {self._config.method!r}, but no tensor is FP8: found "
+                f"{dtypes}. The tensors count: all of it is read as it is stored.",
             )  # fmt: skip
 
     def _fault(self, info: TensorInfo) -> Problem | None:
-        where = f"{info.file}: tensor {shown(info.name)}"
-        stored = f"{info.dtype} {list(info.shape)}"
         if self._format is None or self._config is None:
-            return Problem(
-                "error", "unexplained-fp8", info.name,
-                f"{where} is {stored}, but config.json has no quantization_config: "
-                "expected one to give the method and the block size. Restore the config.json "
-                f"the weights were published with{self._scale_like(info.name, '; the file has ')}.",
+            return _error(
+                "unexplained-fp8", info,
+                f"is {_stored(info)}, but config.json has no quantization_config: expected one to give the method "
+                "and the block size. Restore the config.json the weights were published "
+                f"with{self._scale_like(info.name, '; the file has ')}.",
             )  # fmt: skip
         if not info.name.endswith(self._format.weight_suffix) or len(info.shape) != 2:
-            return Problem(
-                "error", "unknown-layout", info.name,
-                f"{where} is {stored}: expected FP8 only in 2-D tensors named *{self._format.weight_suffix} "
+            return _error(
+                "unknown-layout", info,
+                f"is {_stored(info)}: expected FP8 only in 2-D tensors named *{self._format.weight_suffix} "
                 f"({self._format.name}). Stacked and transposed layouts are not read yet.",
             )  # fmt: skip
         if info.dtype not in self._format.code_dtypes:
-            return Problem(
-                "error", "dtype", info.name,
-                f"{where} is {info.dtype}, expected {' or '.join(self._format.code_dtypes)}, "
-                f"as {self._config.where} says {self._config.method} {self._config.fmt}.",
+            return _error(
+                "dtype", info,
+                f"is {info.dtype}, expected {' or '.join(self._format.code_dtypes)}, as {self._config.where} says "
+                f"{self._config.method} {self._config.fmt}.",
             )  # fmt: skip
         scale = self.scale_of(info.name)
-        scale_name = info.name.removesuffix(self._format.weight_suffix) + self._format.scale_suffix
         if scale is None:
-            return Problem(
-                "error", "missing-scale", info.name,
-                f"{where} is {stored} without its scale: expected {shown(scale_name)}, found none"
-                f"{self._scale_like(info.name, ' but ')}. Raw codes would be read as values up to 448; "
-                "download or export the checkpoint again.",
+            scale_name = info.name.removesuffix(self._format.weight_suffix) + self._format.scale_suffix
+            return _error(
+                "missing-scale", info,
+                f"is {_stored(info)} without its scale: expected {shown(scale_name)}, found "
+                f"none{self._scale_like(info.name, ' but ')}. Raw codes would be read as values up to 448; download "
+                "or export the checkpoint again.",
             )  # fmt: skip
-        about = f"{scale.file}: tensor {shown(scale.name)}"
         if scale.dtype not in self._format.scale_dtypes:
-            return Problem(
-                "error", "scale-dtype", scale.name,
-                f"{about} is {scale.dtype}, expected {', '.join(self._format.scale_dtypes)} "
-                f"({self._format.name}).",
+            return _error(
+                "scale-dtype", scale,
+                f"is {scale.dtype}, expected {', '.join(self._format.scale_dtypes)} ({self._format.name}).",
             )  # fmt: skip
         expected = self._format.scale_shape(info.shape, self._config)
         if scale.shape != expected:
-            bm, bn = self._config.weight_block_size
-            return Problem(
-                "error", "scale-grid", scale.name,
-                f"{about} has shape {list(scale.shape)}, expected {list(expected)}: its weight is "
-                f"{list(info.shape)} "
-                f"and weight_block_size is [{bm}, {bn}]. Correct the block size, or export the weight again.",
+            return _error(
+                "scale-grid", scale,
+                f"has shape {list(scale.shape)}, expected {list(expected)}: its weight is {list(info.shape)} and "
+                f"weight_block_size is {list(self._config.weight_block_size)}. Correct the block size, or export the "
+                "weight again.",
             )  # fmt: skip
         return None
 
@@ -136,23 +132,37 @@ class Pairing:
         assert self._format is not None
         weight_name = scale.name.removesuffix(self._format.scale_suffix) + self._format.weight_suffix
         weight = self._tensors.get(weight_name)
-        about = f"{scale.file}: tensor {shown(scale.name)}"
         if weight is None:
-            yield Problem(
-                "error", "missing-weight", scale.name,
-                f"{about} is a scale without its weight: expected {shown(weight_name)}, found none. "
-                "A shard is missing or the export dropped the weight.",
+            yield _error(
+                "missing-weight", scale,
+                f"is a scale without its weight: expected {shown(weight_name)}, found none. A shard is missing or "
+                "the export dropped the weight.",
             )  # fmt: skip
         elif not self.is_quantised(weight):
             yield Problem(
                 "warning", "junk-scale", scale.name,
-                f"{about} lies beside a weight stored as {weight.dtype}: a high-precision weight has no "
-                "scale "
-                "(transformers leaves uninitialised ones behind). It is ignored.",
+                f"{scale.file}: tensor {shown(scale.name)} lies beside a weight stored as {weight.dtype}: a "
+                "high-precision weight has no scale (transformers leaves uninitialised ones behind). It is ignored.",
             )  # fmt: skip
 
     def _scale_like(self, weight: str, lead: str) -> str:
-        """ ", but it has 'X.scale'": what else beside the weight has `scale` in its name."""
-        stem = weight.rpartition(".")[0] + "."
-        found = [name for name in self._tensors if name.startswith(stem) and "scale" in name[len(stem) :]]
+        """`lead` and what else beside the weight has "scale" in its name, or nothing."""
+        found = self._scales_by_module.get(weight.rpartition(".")[0], [])
         return lead + ", ".join(map(shown, found[:_MAX_LISTED])) if found else ""
+
+    @cached_property
+    def _scales_by_module(self) -> dict[str, list[str]]:
+        found: dict[str, list[str]] = {}
+        for name in self._tensors:
+            module, _, parameter = name.rpartition(".")
+            if "scale" in parameter:
+                found.setdefault(module, []).append(name)
+        return found
+
+
+def _stored(info: TensorInfo) -> str:
+    return f"{info.dtype} {list(info.shape)}"
+
+
+def _error(kind: str, info: TensorInfo, what: str) -> Problem:
+    return Problem("error", kind, info.name, f"{info.file}: tensor {shown(info.name)} {what}")

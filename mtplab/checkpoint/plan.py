@@ -155,6 +155,8 @@ class _Decision:
     def __call__(self, name: str, part: str, members: list[TensorInfo], user: UserPatterns) -> ModulePlan:
         info = members[0]
         kind = kind_of(name, len(info.shape))
+        if kind == "linear" and not info.name.endswith(".weight"):
+            kind = "other"  # a table or a stacked parameter of a layout that is not read as linear weights
         scale = self._pairing.scale_of(info.name)
         nbytes = sum(member.nbytes for member in members) + (scale.nbytes if scale is not None else 0)
         block: tuple[int, int] | None = None
@@ -178,10 +180,8 @@ class _Decision:
         found = []
         if self._listed_as_fp8:
             found.append(
-                f"{self._where}: {self._key} lists {len(self._listed_as_fp8)} modules that are stored as "
-                "FP8 with a "
-                f"scale, {shown(self._listed_as_fp8[0])} first: an engine that builds them in BF16 reads "
-                "raw codes"
+                f"{self._where}: {self._key} lists {len(self._listed_as_fp8)} modules that are stored as FP8 with a "
+                f"scale, {shown(self._listed_as_fp8[0])} first: an engine that builds them in BF16 reads raw codes"
             )
         # a tied head has no tensor of its own, and every published list names it
         idle = [entry for entry in self._listed.unmatched(modules) if not entry.endswith("lm_head")]
@@ -200,9 +200,7 @@ class _Decision:
         own = user.own_pattern(name)
         if own is not None:
             return "none", (
-                f"excluded by {shown(own)}: its stored FP8 values stay, since what they lost cannot be "
-                "brought "
-                "back; "
+                f"excluded by {shown(own)}: its stored FP8 values stay, since what they lost cannot be brought back; "
                 "only its activations are no longer rounded"
             )
         entry = self._listed.entry_for(name)

@@ -63,8 +63,7 @@ def load_object(data: bytes, where: str) -> dict[str, Any]:
             seen: set[str] = set()
             twice = next(key for key, _ in pairs if key in seen or seen.add(key))
             raise CheckpointError(
-                f"{where}: the key {shown(twice)} occurs twice, expected once: readers disagree which one "
-                "counts. "
+                f"{where}: the key {shown(twice)} occurs twice, expected once: readers disagree which one counts. "
                 "Remove one."
             )
         return found

@@ -6,7 +6,7 @@ scale is; nothing of formats or names.
 
 from __future__ import annotations
 
-import os
+from io import FileIO
 from typing import NamedTuple
 
 import torch
@@ -66,7 +66,7 @@ def read_tensor(info: TensorInfo) -> torch.Tensor:
     if dtype is None:
         raise CheckpointError(f"{where} is {info.dtype}: expected a dtype that torch has; it cannot be read as values.")
     fd, size = open_regular(info.file, "a safetensors file")
-    try:
+    with open(fd, "rb", buffering=0) as file:
         if size < info.end:
             raise CheckpointError(
                 f"{where} needs bytes {info.start} to {info.end}, the file now has {size}: it changed or was truncated."
@@ -75,22 +75,21 @@ def read_tensor(info: TensorInfo) -> torch.Tensor:
             raw = torch.empty(info.nbytes, dtype=torch.uint8)
         except RuntimeError:
             raise CheckpointError(f"{where} needs {info.nbytes} bytes of memory, more than there is.") from None
-        _read_into(fd, raw, info, where)
-    finally:
-        os.close(fd)
+        _read_into(file, raw, info, where)
     return raw.view(dtype).view(info.shape)
 
 
-def _read_into(fd: int, raw: torch.Tensor, info: TensorInfo, where: str) -> None:
+def _read_into(file: FileIO, raw: torch.Tensor, info: TensorInfo, where: str) -> None:
     view, done = memoryview(raw.numpy()), 0
-    while done < info.nbytes:
-        try:
-            got = os.preadv(fd, [view[done : done + _READ_AT_MOST]], info.start + done)
-        except OSError as error:
-            raise CheckpointError(f"{where} cannot be read: {error.strerror}.") from None
-        if got == 0:
-            raise CheckpointError(f"{where}: expected {info.nbytes} bytes, the file ended after {done}: truncated.")
-        done += got
+    try:
+        file.seek(info.start)
+        while done < info.nbytes:
+            got = file.readinto(view[done : done + _READ_AT_MOST])
+            if not got:
+                raise CheckpointError(f"{where}: expected {info.nbytes} bytes, the file ended after {done}: truncated.")
+            done += got
+    except OSError as error:
+        raise CheckpointError(f"{where} cannot be read: {error.strerror}.") from None
 
 
 def checked_values(info: TensorInfo, scale_info: TensorInfo, block: tuple[int, int]) -> ScaledWeight:
@@ -103,18 +102,15 @@ def checked_values(info: TensorInfo, scale_info: TensorInfo, block: tuple[int, i
     if bool(bad.any()):
         at = bad.nonzero()[0].tolist()
         raise CheckpointError(
-            f"{scale_info.file}: tensor {shown(scale_info.name)}: {int(bad.sum())} of {scale.numel()} "
-            "scales are not "
-            f"finite and positive, expected all to be; the first is {scale[tuple(at)].item()} at {at}. "
-            "The export is damaged; download or quantise again."
+            f"{scale_info.file}: tensor {shown(scale_info.name)}: {int(bad.sum())} of {scale.numel()} scales are not "
+            f"finite and positive, expected all to be; the first is {scale[tuple(at)].item()} at {at}. The export is "
+            "damaged; download or quantise again."
         )
     data = read_tensor(info)
     if has_nan_codes(data):
         bad = data.float().isnan()
         raise CheckpointError(
-            f"{info.file}: tensor {shown(info.name)}: {int(bad.sum())} of {data.numel()} FP8 codes are "
-            "NaN, expected "
-            f"none; the first is at {bad.nonzero()[0].tolist()}. The export is damaged; download or "
-            "quantise again."
+            f"{info.file}: tensor {shown(info.name)}: {int(bad.sum())} of {data.numel()} FP8 codes are NaN, expected "
+            f"none; the first is at {bad.nonzero()[0].tolist()}. The export is damaged; download or quantise again."
         )
     return ScaledWeight(data, scale, block)

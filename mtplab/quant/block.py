@@ -54,8 +54,7 @@ def quantize_block(weight: torch.Tensor, block: tuple[int, int] = BLOCK, name: s
     if not bool(scale.isfinite().all()):
         bad = ~weight.isfinite()
         raise CheckpointError(
-            f"{name}: {int(bad.sum())} of {weight.numel()} values are NaN or infinite, expected none to "
-            "quantise; "
+            f"{name}: {int(bad.sum())} of {weight.numel()} values are NaN or infinite, expected none to quantise; "
             f"the first is at {bad.nonzero()[0].tolist()}."
         )
     return ScaledTensor(data, scale, block)

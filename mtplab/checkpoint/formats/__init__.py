@@ -41,7 +41,6 @@ def parse(found: Found, folder: object) -> tuple[Format, QuantizationConfig]:
     what = KNOWN_METHODS.get(method) if isinstance(method, str) else None
     known = f", {what}" if what else ""
     raise CheckpointError(
-        f"{where}: quant_method {shown(method)}{known}: expected {read}, or no quantization_config for a "
-        "plain "
-        "BF16, F16 or F32 checkpoint. Convert the checkpoint, or take its BF16 or block-FP8 release."
+        f"{where}: quant_method {shown(method)}{known}: expected {read}, or no quantization_config for a plain BF16, "
+        "F16 or F32 checkpoint. Convert the checkpoint, or take its BF16 or block-FP8 release."
     )

@@ -27,8 +27,8 @@ def _parse(content: dict[str, Any], where: str) -> QuantizationConfig:
     scheme = content.get("activation_scheme", "dynamic")
     if scheme != "dynamic":
         raise CheckpointError(
-            f"{where}: activation_scheme {shown(scheme)}, expected 'dynamic': static activation scales are "
-            "not read yet."
+            f"{where}: activation_scheme {shown(scheme)}, expected 'dynamic': static activation scales are not read "
+            "yet."
         )
     block = content.get("weight_block_size")
     if not (isinstance(block, list) and len(block) == 2 and all(type(b) is int and 0 < b <= _MAX_BLOCK for b in block)):

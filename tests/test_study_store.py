@@ -191,8 +191,10 @@ def test_a_wreck_is_set_aside_not_believed(tmp_path, wreck):
         warnings.simplefilter("error")
         assert store.rows(unit.point) == {}  # a look without the lock touches nothing
     assert path.exists()
+    with pytest.warns(UserWarning, match="left out"):
+        assert read_rows(tmp_path / "r") == []
     with pytest.warns(UserWarning, match="set aside as"):
-        assert store.rows(unit.point, set_aside=True) == {}
+        assert store.rows(unit.point, "set aside") == {}
     assert not path.exists()
     (aside,) = path.parent.glob("*.corrupt-*")
     assert aside.read_text() == bad
@@ -205,7 +207,7 @@ def test_a_newer_file_is_left_alone(tmp_path):
     path = store.path(unit.point)
     path.write_text(path.read_text().replace('"schema": 1, "hash"', '"schema": 2, "hash"'))
     with pytest.raises(ConfigError, match="newer mtplab"):
-        store.rows(unit.point, set_aside=True)
+        store.rows(unit.point, "set aside")
     assert path.exists()
 
 

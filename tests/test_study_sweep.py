@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -308,6 +309,8 @@ def test_not_a_model(tmp_path):
 
 def test_text_and_html_tables(checkpoint, tmp_path):
     result = run(checkpoint, tmp_path, exclude=(None, ["<b>*"]))
+    assert repr(result) == "SweepResult(16 rows, computed 16, read back 0)"
+    assert str(result) == result.to_table()
     lines = result.to_table().splitlines()
     assert "3 prompts × 16 tokens" in lines[0]
     header, body = lines[2], lines[4:]
@@ -320,8 +323,11 @@ def test_text_and_html_tables(checkpoint, tmp_path):
     assert "<b>*" not in page
 
 
-def test_to_frame_says_what_is_missing(checkpoint, tmp_path, monkeypatch):
+def test_to_frame_has_a_line_per_row_or_says_what_is_missing(checkpoint, tmp_path, monkeypatch):
     result = run(checkpoint, tmp_path, depths=[1])
+    monkeypatch.setitem(sys.modules, "pandas", SimpleNamespace(DataFrame=list))
+    frame = result.to_frame()
+    assert [line["acceptance_length"] for line in frame] == [row.acceptance_length for row in result]
     monkeypatch.setitem(sys.modules, "pandas", None)
     with pytest.raises(MtplabError, match="pip install pandas"):
         result.to_frame()

@@ -29,7 +29,7 @@ _COLUMNS = {
 _ALWAYS = ("exclusions", "quant_policy")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class SweepResult:
     """Rows in the order of the grid, depths ascending within a point.
 
@@ -44,6 +44,12 @@ class SweepResult:
     cancelled: bool = False
     folder: Path | None = None
     notes: list[str] = field(default_factory=list)
+
+    def __repr__(self) -> str:
+        return f"SweepResult({len(self.rows)} rows, {self.summary()})"
+
+    def __str__(self) -> str:
+        return self.to_table()
 
     def __len__(self) -> int:
         return len(self.rows)

@@ -17,7 +17,7 @@ import re
 import warnings
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from mtplab.errors import ConfigError
 from mtplab.study.point import PointConfig, canonical_json
@@ -47,7 +47,7 @@ class PointStore:
     def path(self, point: str) -> Path:
         return self.folder / f"{point}.json"
 
-    def rows(self, point: str, set_aside: bool = False) -> dict[int, ResultRow]:
+    def rows(self, point: str, unreadable: Literal["skip", "warn", "set aside"] = "skip") -> dict[int, ResultRow]:
         """depth -> row of a point, errors included; empty when there is none yet.
 
         An unreadable file counts as none. Only who holds the point's lock may ask for it to be set aside:
@@ -68,8 +68,11 @@ class PointStore:
                 f"{path}: written by a newer mtplab ({problem}); update mtplab or give another results folder"
             ) from None
         except (ValueError, KeyError, TypeError, RecursionError) as problem:
-            if set_aside:
-                self._set_aside(path, raw, problem)
+            reason = str(problem).splitlines()[0] if str(problem) else type(problem).__name__
+            if unreadable == "set aside":
+                self._set_aside(path, raw, reason)
+            elif unreadable == "warn":
+                warnings.warn(f"{path}: not a readable result ({reason}); left out", stacklevel=3)
             return {}
 
     def write(self, config: PointConfig, rows: Iterable[ResultRow]) -> None:
@@ -110,17 +113,16 @@ class PointStore:
     def export(self) -> Path:
         """Writes `rows.jsonl` anew from the point files and returns its path."""
         with self.lock("rows.jsonl", wait=True):
-            lines = [row.to_json() for point in self.points() for _, row in sorted(self.rows(point).items())]
+            lines = [row.to_json() for point in self.points() for _, row in sorted(self.rows(point, "warn").items())]
             target = self.folder / "rows.jsonl"
             write_atomically(target, "".join(line + "\n" for line in lines).encode())
         return target
 
-    def _set_aside(self, path: Path, raw: bytes, problem: Exception) -> None:
+    def _set_aside(self, path: Path, raw: bytes, reason: str) -> None:
         # named by content: a second look at the same wreck does not pile up copies
         aside = path.with_name(f"{path.name}.corrupt-{hashlib.sha256(raw).hexdigest()[:8]}")
         with contextlib.suppress(FileNotFoundError):
             os.replace(path, aside)
-        reason = str(problem).splitlines()[0] if str(problem) else type(problem).__name__
         warnings.warn(
             f"{path}: not a readable result ({reason}); set aside as {aside.name}, to be computed again",
             stacklevel=3,
@@ -135,7 +137,7 @@ def read_rows(folder: str | Path) -> list[ResultRow]:
     if not Path(folder).is_dir():
         raise ConfigError(f"{folder}: no such results folder; run a sweep first, or give its folder")
     store = PointStore(folder)
-    return [row for point in store.points() for _, row in sorted(store.rows(point).items())]
+    return [row for point in store.points() for _, row in sorted(store.rows(point, "warn").items())]
 
 
 def write_atomically(path: Path, content: bytes) -> None:

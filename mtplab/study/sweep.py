@@ -201,6 +201,7 @@ class _Job:
 
     def run_here(self, slot: ModelSlot) -> None:
         """One unit after the other in this thread; units that another process holds come last."""
+        self._tell("", 0.0, None)
         waiting = self._by_variant(slot)
         patient = False
         while waiting:
@@ -237,6 +238,7 @@ class _Job:
             task = executor.submit(remote_work, unit, str(self.store.folder), self.hooks, str(flag), wait)
             running[task] = unit
 
+        self._tell("", 0.0, None)
         try:
             for unit in self._by_variant(None):
                 submit(unit, False)

@@ -178,7 +178,7 @@ def work(
             outcome.cancelled = cancel.is_set()
             return outcome
         # another process may have finished depths between the look and the lock
-        rows = store.rows(point, set_aside=True)
+        rows = store.rows(point, "set aside")
         missing = []
         for depth in unit.depths:
             if _finished(rows, depth):

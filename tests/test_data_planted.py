@@ -69,7 +69,7 @@ def test_everything_else_is_untouched_and_only_the_norms_become_f32(planted):
 
 
 def test_logits_of_trunk_and_head_are_bit_identical(tmp_path):
-    """Every kind of module that can be planted, at once: greedy tokens and their rounds stay, and so does each logit."""
+    """Every kind of module that can be planted, at once: tokens and rounds stay, and so does each logit."""
     from mtplab import generate
 
     made = plant(BUNDLED, tmp_path / "all", modules=("*",), spread=24, seed=7)

@@ -1,4 +1,4 @@
-"""The recipe of the bundled model: its network is Qwen3.5, its head trains under the mask of decoding, its parts work."""
+"""The recipe of the bundled model: its network is Qwen3.5, its head trains under the mask that decoding has."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.oracle import oracle, oracle_hidden
 
 from mtplab import open_checkpoint
+from tests.oracle import oracle, oracle_hidden
 
 REPO = Path(__file__).resolve().parent.parent
 BUNDLED = REPO / "data" / "tiny-qwen3_5"
@@ -109,7 +109,7 @@ def test_muon_update_is_nearly_orthogonal():
 
     for shape in ((64, 96), (96, 64)):
         s = torch.linalg.svdvals(orthogonalise(torch.randn(*shape)))
-        assert 0.6 < s.min() and s.max() < 1.3
+        assert s.min() > 0.6 and s.max() < 1.3
 
 
 def test_windows_cover_an_epoch_and_resume():
@@ -175,9 +175,8 @@ def test_rate_warms_up_and_ends_at_zero():
 
 
 def test_tokenizer_is_byte_level_and_ends_with_eos():
-    from tokenizer import EOS, encode, train_tokenizer
-
     from corpus import Document
+    from tokenizer import EOS, encode, train_tokenizer
 
     tok = train_tokenizer(["the cat and the hat\n" * 50])
     assert tok.token_to_id(EOS) == 0

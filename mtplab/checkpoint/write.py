@@ -42,6 +42,10 @@ class SafetensorsWriter:
     ) -> None:
         self._path = Path(path)
         self._layout = dict(layout)
+        for name, (dtype, _) in self._layout.items():
+            if dtype not in DTYPE_BITS:
+                known = ", ".join(DTYPE_BITS)
+                raise ConfigError(f"{self._path}: tensor {shown(name)}: unknown dtype {shown(dtype)}; known: {known}.")
         # widest dtypes first, as safetensors itself writes, keeps every tensor aligned to its own size
         order = sorted(self._layout, key=lambda name: (-DTYPE_BITS[self._layout[name][0]], name))
         header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}

@@ -95,9 +95,8 @@ def page(tmp_path_factory):
         ("name = 'default'\nrounds = 3", "parameters"),
         (STUDY + "study = [ResultRow.from_json(line) for line in open('rows.jsonl')]",),
         ("print('hello', name, rounds)\nimport sys; print('\\x1b[31ma <i>warning</i>', file=sys.stderr)",),
-        (
-            "step = NotebookProgress()\nfor i in range(3): step(i + 1, 4, 'half'); step._last = 0\nstep.finish('all done')",
-        ),
+        ("step = NotebookProgress()\nfor i in range(3):\n    step(i + 1, 4, 'half')\n    step._last = 0",),
+        ("step.finish('all done')",),
         "## Figures `and code`",
         ("acceptance_by_depth(study)",),
         ("SweepExplorer(study)",),

@@ -64,7 +64,7 @@ def sweep(
         list[str] | None, typer.Option(metavar="NAME", help="Only prompts of this domain; repeat for more.")
     ] = None,
     limit: Annotated[int | None, typer.Option(help="Only the first N prompts of each domain.", metavar="N")] = None,
-    max_new_tokens: Annotated[int, typer.Option(metavar="N", help="Tokens per prompt at most.")] = 128,
+    max_new_tokens: Annotated[int, typer.Option(metavar="N", help="Tokens per prompt at most.")] = 64,
     top_k: Annotated[int, typer.Option(metavar="K", help="Keep the k likeliest tokens; 0 keeps all.")] = 0,
     top_p: Annotated[float, typer.Option(metavar="P", help="Keep the likeliest tokens up to this probability.")] = 1.0,
     seed: Annotated[int, typer.Option(metavar="N", help="The same seed gives the same results.")] = 0,
@@ -82,6 +82,9 @@ def sweep(
             metavar="FOLDER", help="Where results are kept and read back from.  [default: results/<checkpoint>]"
         ),
     ] = None,
+    by_domain: Annotated[
+        bool, typer.Option("--by-domain", help="A line of the table for each domain of prompts.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON document with every row on stdout.")] = False,
 ) -> int:
     """Measure acceptance at every depth for cache policies × exclusions × temperatures.
@@ -93,7 +96,8 @@ def sweep(
     Examples:
       mtplab sweep data/tiny-qwen3_5 --depths 0-8 --quant-policy none,int8,fp8
       mtplab sweep data/tiny-qwen3_5 --exclude published --exclude none --exclude 'mtp.*' --depths 1,3,5
-      mtplab sweep data/tiny-qwen3_5-fp8 --temperature 0,0.7 --domain code --limit 4 --max-new-tokens 64
+      mtplab sweep data/tiny-qwen3_5-fp8 --temperature 0,0.7 --domain code --limit 4 --max-new-tokens 32
+      mtplab sweep data/tiny-qwen3_5 --depths 0-8 --limit 6 --by-domain
       mtplab sweep data/tiny-qwen3_5 --quant-policy int4 --draft-quant-policy none,int4 --json > rows.json
 
     Ctrl-C stops after the current round; twice stops at once.
@@ -134,7 +138,7 @@ def sweep(
             }
         )
     else:
-        say(result.to_table())
+        say(result.to_table(by_domain))
         say()
         say(f"{result.summary()}; {result.seconds:.1f} s; kept in {result.folder}")
     for finding in result.notes:

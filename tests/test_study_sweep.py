@@ -84,6 +84,15 @@ def test_domains_are_counted_apart(checkpoint, tmp_path):
     assert {name: stats.tokens for name, stats in row.by_domain.items()} == {"a": 30, "b": 15}
 
 
+def test_a_table_by_domain(checkpoint, tmp_path):
+    prompts = [Prompt("1", "a", ids=(1,)), Prompt("2", "b", ids=(2, 3)), Prompt("3", "a", ids=(4,))]
+    result = run(checkpoint, tmp_path, prompts=prompts, exclude=None)
+    header, _, *lines = result.to_table(by_domain=True).splitlines()[2:]
+    assert header.split() == ["exclusions", "quant_policy", "domain", "d=0", "d=1", "d=2", "d=3"]
+    assert [line.split()[2:4] for line in lines] == [["none", "a"], ["none", "b"], ["int8", "a"], ["int8", "b"]]
+    assert lines[1].split()[-1] == f"{result.rows[3].by_domain['b'].acceptance_length:.3f}"
+
+
 def test_a_second_run_reads_everything_back(checkpoint, tmp_path):
     first = run(checkpoint, tmp_path)
     seen = []

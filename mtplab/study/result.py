@@ -71,11 +71,11 @@ class SweepResult:
             text += ", cancelled before the rest"
         return text
 
-    def to_table(self) -> str:
-        """Acceptance length by depth, one line per point, as aligned text."""
-        common, header, lines, errors = self._cells()
+    def to_table(self, by_domain: bool = False) -> str:
+        """Acceptance length by depth as aligned text: one line per point, or one per point and prompt domain."""
+        common, header, lines, errors = self._cells(by_domain)
         widths = [max(len(line[i]) for line in [header, *lines]) for i in range(len(header))]
-        names = self._varying()[0]
+        names = [name for name in header if not name.startswith("d=")]
 
         def aligned(cells: list[str]) -> str:
             padded = [
@@ -135,7 +135,7 @@ class SweepResult:
                 shared.append(f"{name} {next(iter(values))}")
         return shown, shared
 
-    def _cells(self) -> tuple[str, list[str], list[list[str]], list[str]]:
+    def _cells(self, by_domain: bool = False) -> tuple[str, list[str], list[list[str]], list[str]]:
         """(what all share, header, one list of cells per point, errors)."""
         names, shared = self._varying()
         depths = sorted({row.depth for row in self.rows})
@@ -143,7 +143,14 @@ class SweepResult:
         for row in self.rows:
             key = (row.point, *(_COLUMNS[name](row) for name in names))
             points.setdefault(key, {})[row.depth] = row
-        lines = [[*key[1:], *(_cell(by_depth.get(depth)) for depth in depths)] for key, by_depth in points.items()]
+        lines = []
+        for key, by_depth in points.items():
+            domains = dict.fromkeys(name for row in by_depth.values() for name in row.by_domain)
+            for domain in domains if by_domain else [None]:
+                cells = [_cell(by_depth.get(depth), domain) for depth in depths]
+                lines.append([*key[1:], *([] if domain is None else [domain]), *cells])
+        if by_domain:
+            names = [*names, "domain"]
         errors = [
             f"{row.exclude_label} · {row.quant_policy} · T {row.temperature:g} · depth {row.depth}: {row.error}"
             for row in self.failed
@@ -157,9 +164,10 @@ class SweepResult:
         return common, [*names, *(f"d={depth}" for depth in depths)], lines, errors
 
 
-def _cell(row: ResultRow | None) -> str:
+def _cell(row: ResultRow | None, domain: str | None = None) -> str:
     if row is None:
         return "–"
     if row.error is not None:
         return "failed"
-    return "–" if row.acceptance_length is None else f"{row.acceptance_length:.3f}"
+    found = row if domain is None else row.by_domain.get(domain)
+    return "–" if found is None or found.acceptance_length is None else f"{found.acceptance_length:.3f}"

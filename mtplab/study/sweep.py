@@ -38,7 +38,7 @@ def sweep(
     exclude: Any = (None,),
     temperature: Any = (0.0,),
     results: str | Path | None = None,
-    max_new_tokens: int = 128,
+    max_new_tokens: int = 64,
     on_row: Callable[[ResultRow], None] | None = None,
     cancel: threading.Event | None = None,
     *,

@@ -204,3 +204,30 @@ def test_a_run_that_is_stopped_leaves_nothing_that_looks_whole(tmp_path: Path) -
     assert left_behind(tmp_path) == ["src"]
     index = json.loads((source / "model.safetensors.index.json").read_text())
     assert len(set(index["weight_map"].values())) == 3  # and the source is as it was
+
+
+@pytest.mark.slow
+def test_transformers_loads_the_written_file_with_equal_values(
+    bundled: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers import AutoModelForCausalLM, FineGrainedFP8Config
+    from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
+
+    # all it checks is that accelerate is installed, which loading on a CPU does not use
+    monkeypatch.setattr(FineGrainedFP8HfQuantizer, "validate_environment", lambda self, *args, **options: None)
+    source = open_checkpoint(bundled)
+    tensors = {name.replace("model.language_model.", "model."): source.read(name) for name in source.tensors}
+    (tmp_path / "src").mkdir()
+    write_safetensors(tmp_path / "src" / "model.safetensors", tensors, {"format": "pt"})
+    (tmp_path / "src" / "config.json").write_text(json.dumps(source.config))
+    quantize_checkpoint(tmp_path / "src", tmp_path / "dst")
+    model = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "dst",
+        quantization_config=FineGrainedFP8Config(dequantize=True, weight_block_size=[128, 128]),
+        dtype=torch.float32,
+    )
+    ours = open_checkpoint(tmp_path / "dst")
+    theirs = {name: values for name, values in model.state_dict().items() if name in ours.tensors}
+    assert len(theirs) >= 50 and any(ours.tensors[name].dtype == "F8_E4M3" for name in theirs)
+    for name, values in theirs.items():
+        assert torch.equal(values.float(), ours.dequantize(name)), name

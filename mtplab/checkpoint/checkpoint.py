@@ -49,7 +49,16 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
 
 
 class Checkpoint:
-    """An opened checkpoint. Made by `open_checkpoint`; holds no file open."""
+    """An opened checkpoint. Made by `open_checkpoint`; holds no file open.
+
+    Attributes:
+        path: what was opened. `files` says which shards that is, and what lies beside them unread.
+        config: config.json as it stands.
+        tensors: every tensor by its name on disk, with dtype and shape.
+        quantization: the parsed quantisation config, or None for a plain checkpoint.
+    """
+
+    quantization: QuantizationConfig | None
 
     def __init__(self, path: Path, files: Files, config: dict[str, Any]) -> None:
         self.path = path
@@ -59,8 +68,6 @@ class Checkpoint:
         found = find_quantization(config, files.folder)
         fmt, self.quantization = (None, None) if found is None else parse(found, files.folder)
         self._pairing = Pairing(files.tensors, fmt, self.quantization)
-
-    quantization: QuantizationConfig | None
 
     def __repr__(self) -> str:
         method = self.quantization.method if self.quantization is not None else "not quantised"

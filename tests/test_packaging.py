@@ -101,7 +101,7 @@ def third_party_imports(path: Path) -> set[str]:
             names |= {alias.name.split(".")[0] for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and not node.level:
             names.add(node.module.split(".")[0])
-    return names - set(sys.stdlib_module_names) - {"mtplab"}
+    return names - set(sys.stdlib_module_names) - {"mtplab", "tests"}
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from mtplab.models.config import parse_config
 from mtplab.models.model import load_configured
 from mtplab.models.passes import PassMaker
 from mtplab.quant.policy import resolve_policy
-from tests.oracle import oracle, oracle_config, oracle_hidden
+from oracle import oracle, oracle_config, oracle_hidden
 
 TOLERANCE = 1e-4  # on logits of about ±20, float32
 NONE = resolve_policy("none")

@@ -179,7 +179,8 @@ def _plan_arguments(engine: EngineConfig, spec: SpecConfig) -> dict:
     if engine.model_format and not spec.model_format:
         draft_exclude = ("mtp.*",)
     elif spec.model_format and not engine.model_format:
-        exclude = ("*",)
+        # an exclusion list not given to the draft would fall back on the target's
+        exclude, draft_exclude = ("*",), draft_exclude or "published"
     return {
         "exclude": exclude,
         "draft_exclude": draft_exclude,

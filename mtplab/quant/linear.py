@@ -6,7 +6,7 @@ and are dequantised by the product.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -44,18 +44,24 @@ class PackedLinear:
     """
 
     def __init__(self, members: list[LinearWeight], dtype: torch.dtype, device: torch.device):
-        self.members = tuple(members)
         self.dtype = dtype
+        kept = list(members)
         self._parts: list[tuple[bool, list[int], Tensor | tuple[Tensor | ScaledTensor, ...], list[int]]] = []
         for rounded in (True, False):
             chosen = [i for i, m in enumerate(members) if m.rounded is rounded]
             if not chosen:
                 continue
+            sizes = [members[i].out_features for i in chosen]
             if device.type == "cpu":
                 weight = torch.cat([members[i].dense(dtype) for i in chosen])
+                values = weight.split(sizes)
             else:
-                weight = tuple(members[i].value.to(device) for i in chosen)
-            self._parts.append((rounded, chosen, weight, [members[i].out_features for i in chosen]))
+                weight = values = tuple(members[i].value.to(device) for i in chosen)
+            for i, value in zip(chosen, values, strict=True):
+                kept[i] = replace(members[i], value=value)
+            self._parts.append((rounded, chosen, weight, sizes))
+        # the members as they are held: views of the packed weight, so that nothing is kept twice
+        self.members = tuple(kept)
 
     def _products(self, x: Tensor):
         for rounded, chosen, weight, sizes in self._parts:

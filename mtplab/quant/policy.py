@@ -76,7 +76,7 @@ def resolve_policy(policy: str | int | QuantPolicy) -> QuantPolicy:
     if isinstance(policy, int) and not isinstance(policy, bool):
         found = next((p for p in POLICIES.values() if p.number == policy), None)
     else:
-        text = str(policy).strip().lower()
+        text = policy.strip().lower() if isinstance(policy, str) else ""
         found = POLICIES.get(_ALIASES.get(text, text))
         if found is None and text.isdigit():
             return resolve_policy(int(text))

@@ -1,0 +1,62 @@
+"""Models with a fault that loads without a word: what a workbench must make visible."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+
+from mtplab.models import Model
+from mtplab.models.qwen3_5 import Head
+from mtplab.quant.block import ScaledTensor, quantize_block
+from mtplab.quant.linear import LinearWeight, PackedLinear
+
+
+def with_draft(model: Model, **changes) -> Model:
+    """The model with these fields of its head replaced."""
+    return dataclasses.replace(model, draft=dataclasses.replace(model.draft, **changes))
+
+
+def _fc(model: Model, change) -> Model:
+    with torch.inference_mode():
+        (member,) = model.draft.fc.members
+        weight = LinearWeight(member.name, change(member.dense(torch.float32)), member.rounded)
+        return with_draft(model, fc=PackedLinear([weight], model.dtype, model.device))
+
+
+def swapped_fc(model: Model) -> Model:
+    """mtp.fc reads [hidden, embedding] instead of [embedding, hidden]."""
+    return _fc(model, lambda w: torch.cat(w.chunk(2, dim=1)[::-1], dim=1))
+
+
+def fc_as_fp8_without_a_scale(model: Model) -> Model:
+    """mtp.fc is stored as FP8 and its scale is never applied."""
+
+    def raw(w: torch.Tensor) -> torch.Tensor:
+        scaled = quantize_block(w)
+        return ScaledTensor(scaled.data, torch.ones_like(scaled.scale)).dequantize()
+
+    return _fc(model, raw)
+
+
+def norms_without_one(model: Model) -> Model:
+    """The head's RMSNorms multiply by w instead of 1+w."""
+    head: Head = model.draft
+    with torch.inference_mode():
+        layer = dataclasses.replace(
+            head.layer, input_norm=head.layer.input_norm - 1, post_norm=head.layer.post_norm - 1
+        )
+        return with_draft(
+            model,
+            norm_embedding=head.norm_embedding - 1,
+            norm_hidden=head.norm_hidden - 1,
+            norm=head.norm - 1,
+            layer=layer,
+        )
+
+
+FAULTS = {
+    "mtp.fc halves swapped": swapped_fc,
+    "norms without 1+": norms_without_one,
+    "mtp.fc FP8 without a scale": fc_as_fp8_without_a_scale,
+}

@@ -1,0 +1,100 @@
+"""Tiny random Qwen3.5 checkpoints, written through mtplab's own writer, for tests that need a shape of their own."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mtplab.checkpoint.write import write_safetensors
+
+DEFAULTS: dict[str, Any] = {
+    "model_type": "qwen3_5_text",
+    "dtype": "bfloat16",
+    "vocab_size": 16,
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "layer_types": ["linear_attention", "full_attention"],
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "linear_num_key_heads": 1,
+    "linear_num_value_heads": 2,
+    "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": False,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25},
+    "mtp_num_hidden_layers": 1,
+    "eos_token_id": None,
+}
+
+
+def tiny_tensors(config: dict[str, Any], seed: int = 0, spread: float = 1.0) -> dict[str, torch.Tensor]:
+    """Random weights under the names of the text model; `spread` widens the logits."""
+    c, g = config, torch.Generator().manual_seed(seed)
+    h, inner, d = c["hidden_size"], c["intermediate_size"], c["head_dim"]
+    q, kv = c["num_attention_heads"] * d, c["num_key_value_heads"] * d
+    heads, dv = c["linear_num_value_heads"], c["linear_value_head_dim"]
+    value, key = heads * dv, c["linear_num_key_heads"] * c["linear_key_head_dim"]
+    out: dict[str, torch.Tensor] = {}
+
+    def put(name: str, *shape: int, scale: float | None = None, dtype: torch.dtype = torch.bfloat16) -> None:
+        std = scale if scale is not None else shape[-1] ** -0.5
+        out[name] = (torch.randn(*shape, generator=g) * std).to(dtype)
+
+    def mlp_and_norms(at: str) -> None:
+        put(f"{at}mlp.gate_proj.weight", inner, h)
+        put(f"{at}mlp.up_proj.weight", inner, h)
+        put(f"{at}mlp.down_proj.weight", h, inner)
+        put(f"{at}input_layernorm.weight", h, scale=0.1)
+        put(f"{at}post_attention_layernorm.weight", h, scale=0.1)
+
+    def attention(at: str) -> None:
+        put(f"{at}self_attn.q_proj.weight", 2 * q, h)
+        put(f"{at}self_attn.k_proj.weight", kv, h)
+        put(f"{at}self_attn.v_proj.weight", kv, h)
+        put(f"{at}self_attn.o_proj.weight", h, q)
+        put(f"{at}self_attn.q_norm.weight", d, scale=0.1)
+        put(f"{at}self_attn.k_norm.weight", d, scale=0.1)
+
+    put("model.embed_tokens.weight", c["vocab_size"], h, scale=1.0)
+    for i, kind in enumerate(c["layer_types"]):
+        at = f"model.layers.{i}."
+        mlp_and_norms(at)
+        if kind == "full_attention":
+            attention(at)
+            continue
+        put(f"{at}linear_attn.in_proj_qkv.weight", 2 * key + value, h)
+        put(f"{at}linear_attn.in_proj_z.weight", value, h)
+        put(f"{at}linear_attn.in_proj_b.weight", heads, h)
+        put(f"{at}linear_attn.in_proj_a.weight", heads, h)
+        put(f"{at}linear_attn.conv1d.weight", 2 * key + value, 1, c["linear_conv_kernel_dim"], scale=0.5)
+        put(f"{at}linear_attn.out_proj.weight", h, value)
+        put(f"{at}linear_attn.dt_bias", heads, scale=0.1)
+        put(f"{at}linear_attn.A_log", heads, scale=0.5, dtype=torch.float32)
+        out[f"{at}linear_attn.norm.weight"] = torch.ones(dv)
+    put("model.norm.weight", h, scale=0.1)
+    if not c["tie_word_embeddings"]:
+        put("lm_head.weight", c["vocab_size"], h, scale=spread * h**-0.5)
+    if c["mtp_num_hidden_layers"]:
+        for name in ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm"):
+            put(f"mtp.{name}.weight", h, scale=0.1)
+        put("mtp.fc.weight", h, 2 * h)
+        mlp_and_norms("mtp.layers.0.")
+        attention("mtp.layers.0.")
+    return out
+
+
+def write_tiny(folder: Path, seed: int = 0, spread: float = 1.0, **changes: Any) -> Path:
+    """A checkpoint folder with config.json and model.safetensors. `changes` override `DEFAULTS`."""
+    config = DEFAULTS | changes
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config, indent=1))
+    write_safetensors(folder / "model.safetensors", tiny_tensors(config, seed, spread))
+    return folder

@@ -5,8 +5,10 @@ Runs are gated on events: a test decides when a row is there, so nothing here de
 
 from __future__ import annotations
 
+import base64
 import inspect
 import io
+import re
 import subprocess
 import sys
 import threading
@@ -192,8 +194,11 @@ def test_a_sweep_draws_its_rows_and_keeps_them():
     panel = sweep_panel(FakeSweep())
     result = panel.run(block=True)
     assert len(result.rows) == 3 and panel.result is result
-    assert Image.open(io.BytesIO(panel.image.value)).size[0] > 500
-    assert "at depth 2" in panel.image.alt and panel.image.layout.display is None
+    data, alt = re.fullmatch(
+        r'<img src="data:image/png;base64,([^"]+)" alt="([^"]+)" style="[^"]+">', panel.figure.value
+    ).groups()
+    assert Image.open(io.BytesIO(base64.b64decode(data))).size[0] > 500
+    assert "at depth 2" in alt
     assert f"{result.rows[2].acceptance_length:.2f}" in panel.table.value
 
 
@@ -201,7 +206,7 @@ def test_rows_show_as_they_come_and_cancel_keeps_them():
     fake = FakeSweep(gated=True)
     panel = sweep_panel(fake)
     drawn = threading.Event()
-    panel.image.observe(lambda _: drawn.set(), names="value")
+    panel.figure.observe(lambda _: drawn.set(), names="value")
     panel.run_button.click()
     assert fake.started.wait(PATIENCE)
     panel._last_draw = float("-inf")  # the next row is drawn at once, whatever the time since the last
@@ -281,7 +286,7 @@ def test_checkpoint_panel_follows_every_choice():
     checkpoint = FakeCheckpoint()
     panel = CheckpointPanel(checkpoint)
     panel.run(block=True)
-    assert "9 of 9 modules" in panel.table.value and panel.image.value
+    assert "9 of 9 modules" in panel.table.value and panel.figure.value
     panel._widgets["exclude"].value = "mtp.*"
     panel._widgets["format"].value = "FP8, quantised as it is loaded"
     panel._widgets["modules"].value = ("*.mlp.down_proj",)

@@ -25,7 +25,7 @@ AS_PUBLISHED, OWN = "as published", "the modules picked below"
 AS_STORED, ONLINE = "as stored", "FP8, quantised as it is loaded"
 
 _LABEL = {"description_width": "130px"}
-_WIDE = widgets.Layout(width="min(460px, 100%)")
+_WIDE = {"width": "min(480px, 98%)"}
 
 
 class CheckpointPanel(Panel):
@@ -51,26 +51,28 @@ class CheckpointPanel(Panel):
 
     def inputs(self) -> dict[str, widgets.Widget]:
         return {
-            "format": widgets.Dropdown(options=(AS_STORED, ONLINE), description="Weights", style=_LABEL, layout=_WIDE),
+            "format": widgets.Dropdown(
+                options=(AS_STORED, ONLINE), description="Weights", style=_LABEL, layout=widgets.Layout(**_WIDE)
+            ),
             "exclude": widgets.Dropdown(
                 options=(AS_PUBLISHED, "none", "mtp.*", OWN),
                 description="Kept out of FP8",
                 style=_LABEL,
-                layout=_WIDE,
+                layout=widgets.Layout(**_WIDE),
             ),
             "modules": widgets.SelectMultiple(
                 options=[(plain(glob), glob) for glob in self._globs],
                 description="Modules",
                 rows=6,
                 style=_LABEL,
-                layout=_WIDE,
+                layout=widgets.Layout(**_WIDE),
             ),
             "search": widgets.Text(
                 placeholder="part of a name",
                 description="List only",
                 continuous_update=False,
                 style=_LABEL,
-                layout=_WIDE,
+                layout=widgets.Layout(**_WIDE),
             ),
         }
 

@@ -122,6 +122,8 @@ class Conclusion:
 def _change(other: Record, base: Record) -> str:
     """The difference in acceptance length, and whether the rounds there are can tell it from none."""
     change = other["acceptance_length"] - base["acceptance_length"]
+    if abs(change) < 0.005:
+        return "±0.00"
     within = abs(change) < 1.96 * math.hypot(length_error(other), length_error(base))
     text = f"{change:+.2f}".replace("-", "−")
     return f"{text} (too small to tell from chance here)" if within else text

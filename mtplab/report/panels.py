@@ -1,7 +1,7 @@
 """The base of every panel: controls, a run in a thread, cancel, progress, and what became of it.
 
 A panel is thin: it turns widgets into a configuration, hands that to a headless function, and draws the
-result into traits of `Image` and `HTML` widgets. It captures no output (that hangs executed notebooks) and
+result into traits of `HTML` widgets. It captures no output (that hangs executed notebooks) and
 never uses pyplot (which is not safe in a thread). This module knows no model and no study.
 """
 
@@ -30,7 +30,7 @@ class Panel:
 
     A subclass gives `inputs()` (widgets by name, in the order shown), `work(config, progress, cancel)`
     (called in the thread; returns the result; may call `self.draw(partial)` as results come) and
-    `draw(result)` (writes `self.image`, `self.table`).
+    `draw(result)` (writes `self.figure`, `self.table`).
 
     Attributes:
         controls: the widget to display.
@@ -56,7 +56,8 @@ class Panel:
         self.cancel_button = widgets.Button(description="Cancel", disabled=True, icon="stop")
         self.bar = widgets.IntProgress(min=0, max=1000, value=0, layout=widgets.Layout(width="220px"))
         self.status = widgets.HTML("Ready.")
-        self.image = widgets.Image(format="png", layout=widgets.Layout(max_width="100%", display="none"))
+        # an HTML widget and not an Image: that one has no place for alt text
+        self.figure = widgets.HTML()
         self.table = widgets.HTML()
         self.run_button.on_click(lambda _: self._clicked())
         self.cancel_button.on_click(lambda _: self.cancel())
@@ -79,7 +80,7 @@ class Panel:
     def layout(self) -> widgets.Widget:
         """The whole panel; a subclass may arrange its inputs otherwise."""
         head = widgets.HTML(f"<b>{escape(self.title)}</b>")
-        return widgets.VBox([head, *self._widgets.values(), self.actions(), self.image, self.table])
+        return widgets.VBox([head, *self._widgets.values(), self.actions(), self.figure, self.table])
 
     # what every panel has
 
@@ -94,10 +95,8 @@ class Panel:
         return MappingProxyType({name: widget.value for name, widget in self._widgets.items()})
 
     def show_picture(self, picture: Picture) -> None:
-        """Puts a picture into the image widget, with its alt text."""
-        self.image.value = picture.png
-        self.image.alt = picture.alt
-        self.image.layout.display = None
+        """Shows a picture, with its alt text."""
+        self.figure.value = picture.to_html()
 
     def run(self, block: bool = False) -> Any:
         """Starts the work; with `block` does it here and now, and returns the result.

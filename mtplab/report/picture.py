@@ -6,6 +6,7 @@ a figure shows.
 
 from __future__ import annotations
 
+import base64
 import io
 from functools import cached_property
 from typing import Any
@@ -56,7 +57,7 @@ class Picture:
 
     def to_html(self) -> str:
         """The picture as one `<img>` with everything inside it, for widgets that take HTML."""
-        import base64
-
         data = base64.b64encode(self.png).decode("ascii")
-        return f'<img src="data:image/png;base64,{data}" alt="{escape(self.alt)}" style="max-width:100%">'
+        return (
+            f'<img src="data:image/png;base64,{data}" alt="{escape(self.alt)}" style="max-width:100%;background:#fff">'
+        )

@@ -28,7 +28,9 @@ SAME = "same as target"
 ALL_PROMPTS, OWN_TEXT = "all bundled prompts", "my own text below"
 
 _LABEL = {"description_width": "130px"}
-_WIDE = widgets.Layout(width="min(460px, 100%)")
+# a child as wide as its column lets it be: 100 % would stand out by its own margin
+_CHILD = {"width": "auto"}
+_COLUMN = {"width": "min(480px, 100%)", "overflow": "visible"}
 
 
 def module_globs(plan: Any) -> list[str]:
@@ -95,7 +97,7 @@ class SweepPanel(Panel):
         depths, exclude, policies, domains, max_new_tokens = self._start
         return {
             "depths": widgets.IntRangeSlider(
-                value=depths, min=0, max=16, description="Draft depths", style=_LABEL, layout=_WIDE
+                value=depths, min=0, max=16, description="Draft depths", style=_LABEL, layout=widgets.Layout(**_CHILD)
             ),
             **{
                 f"preset {name}": widgets.Checkbox(
@@ -108,7 +110,7 @@ class SweepPanel(Panel):
                 description="Also keep out",
                 rows=6,
                 style=_LABEL,
-                layout=_WIDE,
+                layout=widgets.Layout(**_CHILD),
             ),
             "policies": widgets.SelectMultiple(
                 options=policies,
@@ -116,13 +118,19 @@ class SweepPanel(Panel):
                 description="Target KV cache",
                 rows=len(policies),
                 style=_LABEL,
-                layout=_WIDE,
+                layout=widgets.Layout(**_CHILD),
             ),
             "draft_policy": widgets.Dropdown(
-                options=(SAME, *policies), description="Draft KV cache", style=_LABEL, layout=_WIDE
+                options=(SAME, *policies), description="Draft KV cache", style=_LABEL, layout=widgets.Layout(**_CHILD)
             ),
             "temperature": widgets.FloatSlider(
-                value=0.0, min=0.0, max=1.5, step=0.1, description="Temperature", style=_LABEL, layout=_WIDE
+                value=0.0,
+                min=0.0,
+                max=1.5,
+                step=0.1,
+                description="Temperature",
+                style=_LABEL,
+                layout=widgets.Layout(**_CHILD),
             ),
             "new_tokens": widgets.IntSlider(
                 value=max_new_tokens,
@@ -131,32 +139,38 @@ class SweepPanel(Panel):
                 step=8,
                 description="New tokens",
                 style=_LABEL,
-                layout=_WIDE,
+                layout=widgets.Layout(**_CHILD),
             ),
             "prompts": widgets.Dropdown(
-                options=(ALL_PROMPTS, *domains, OWN_TEXT), description="Prompts", style=_LABEL, layout=_WIDE
+                options=(ALL_PROMPTS, *domains, OWN_TEXT),
+                description="Prompts",
+                style=_LABEL,
+                layout=widgets.Layout(**_CHILD),
             ),
             "text": widgets.Textarea(
                 placeholder="Your own prompts, an empty line between two of them",
                 description="Own text",
                 rows=3,
                 style=_LABEL,
-                layout=_WIDE,
+                layout=widgets.Layout(**_CHILD),
             ),
         }
 
     def layout(self) -> widgets.Widget:
         w = self._widgets
-        wrap = widgets.Layout(display="flex", flex_flow="row wrap", align_items="flex-start", grid_gap="4px 18px")
-        label = widgets.HTML("Kept out of FP8", layout=widgets.Layout(width="122px"))
-        label.add_class("mtplab-label")
-        presets = widgets.Box(
-            [label, *(w[f"preset {name}"] for name in PRESETS)],
-            layout=widgets.Layout(display="flex", flex_flow="row wrap", width="min(460px, 100%)", grid_gap="0 14px"),
+        label = widgets.HTML(
+            '<div style="text-align:right">Kept out of FP8</div>',
+            layout=widgets.Layout(width="130px", margin="2px 6px 2px 2px"),
         )
-        left = widgets.VBox([w["depths"], presets, w["modules"], w["temperature"]], layout=_WIDE)
-        right = widgets.VBox([w["policies"], w["draft_policy"], w["new_tokens"], w["prompts"], w["text"]], layout=_WIDE)
-        return widgets.VBox([widgets.Box([left, right], layout=wrap), self.actions(), self.image, self.table])
+        wrap = {"display": "flex", "flex_flow": "row wrap"}
+        presets = widgets.Box(
+            [label, *(w[f"preset {name}"] for name in PRESETS)], layout=widgets.Layout(**wrap, grid_gap="0 14px")
+        )
+        left = [w["depths"], presets, w["modules"], w["temperature"]]
+        right = [w["policies"], w["draft_policy"], w["new_tokens"], w["prompts"], w["text"]]
+        columns = [widgets.VBox(side, layout=widgets.Layout(**_COLUMN)) for side in (left, right)]
+        inputs = widgets.Box(columns, layout=widgets.Layout(**wrap, align_items="flex-start", grid_gap="4px 18px"))
+        return widgets.VBox([inputs, self.actions(), self.figure, self.table])
 
     @property
     def config(self) -> Mapping[str, Any]:

@@ -25,11 +25,10 @@ __all__ = [
 
 ACTIVATION_AMAX_FLOOR = 1e-6
 
-# rows handled at a time, so that the 16-bit scratch and the output rows stay in cache
-_BAND_ROWS = 128
+# elements handled at a time, so that temporaries stay in cache and no fresh memory has to be faulted in for them
+_BAND = 1 << 18
 
-# an E4M3 (E5M2) code moved into a float16's bits reads as value * 2**-8 (value); the factor is undone in the
-# scale
+# an E4M3 code moved into a float16's bits reads as value * 2**-8; the factor is undone in the scale
 _E4M3_AS_HALF = 256.0
 
 # below this many elements three casts cost less than the eight small operators of the exact float32 rounding
@@ -38,64 +37,78 @@ _CAST_IS_CHEAPER = 2048
 
 def has_nan_codes(data: torch.Tensor) -> bool:
     """Whether an FP8 tensor of any shape holds a code that means NaN (or, in E5M2, an infinity)."""
-    if data.numel() == 0:
-        return False
+    if 0 < data.numel() <= _BAND:
+        return _has_nan(data)
+    return any(_has_nan(piece) for piece in data.reshape(-1).split(_BAND) if piece.numel())
+
+
+def _has_nan(data: torch.Tensor) -> bool:
     codes = data.view(torch.uint8)
     if data.dtype == torch.float8_e4m3fn:
         return bool((codes & 0x7F).amax() == 0x7F)
     if data.dtype == torch.float8_e5m2:
         return bool((codes & 0x7F).amax() >= 0x7C)
-    if data.dtype in (torch.float8_e4m3fnuz, torch.float8_e5m2fnuz):
-        return bool((codes == 0x80).any())
-    return not bool(data.float().isfinite().all())
+    assert data.dtype in (torch.float8_e4m3fnuz, torch.float8_e5m2fnuz), data.dtype
+    return bool((codes == 0x80).any())
 
 
-def dequantize_block(data: torch.Tensor, scale: torch.Tensor, block: tuple[int, int] = (128, 128)) -> torch.Tensor:
+def dequantize_block(
+    data: torch.Tensor,
+    scale: torch.Tensor,
+    block: tuple[int, int] = (128, 128),
+    out: torch.Tensor | None = None,
+    has_nan: bool | None = None,
+) -> torch.Tensor:
     """The float32 values of a block-scaled FP8 matrix.
 
     Args:
         data: FP8 codes [n, k].
         scale: multipliers [ceil(n / bm), ceil(k / bn)], any float dtype; upcast to float32 first.
         block: (bm, bn). Ragged last blocks follow it; it is never inferred from the shapes.
+        out: float32 [n, k] to write to, made where it is None.
+        has_nan: what `has_nan_codes` said, for a caller that has asked; None asks again.
 
-    Returns: float32 [n, k], each value the product of code and scale, rounded once.
+    Returns: `out`, each value the product of code and scale, rounded once.
     """
     bm, bn = block
     n, k = data.shape
     assert scale.shape == (-(-n // bm), -(-k // bn)), (tuple(data.shape), tuple(scale.shape), block)
-    scale = scale.float()
+    if out is None:
+        out = torch.empty(n, k, dtype=torch.float32, device=data.device)
     if data.numel() == 0:
-        return torch.empty(n, k, dtype=torch.float32, device=data.device)
-    rows = scale if bm == 1 else scale[torch.arange(n, device=data.device) // bm]  # [n, ceil(k / bn)]
-    if data.device.type != "cpu" or not _reads_as_half(data):
-        out = data.float()
-        _scale_rows(out, rows, bn)
         return out
-    # torch casts E4M3 to float32 at about 0.15-0.25 G elements/s on a CPU; through float16's bits it is 4
-    # times that
-    shift = 128 if data.dtype == torch.float8_e4m3fn else 256
-    if data.dtype == torch.float8_e4m3fn:
-        rows = rows * _E4M3_AS_HALF
-    codes = data.view(torch.int8)
-    out = torch.empty(n, k, dtype=torch.float32)
-    scratch = torch.empty(min(n, _BAND_ROWS), k, dtype=torch.int16)
-    for start in range(0, n, _BAND_ROWS):
-        stop = min(n, start + _BAND_ROWS)
-        bits = scratch[: stop - start]
-        # sign extension leaves a copy of the sign in bit 14, where E4M3's exponent ends: clear it
-        bits.copy_(codes[start:stop]).mul_(shift)
-        if shift == 128:
-            bits.bitwise_and_(-16385)
-        band = out[start:stop].copy_(bits.view(torch.float16))
-        _scale_rows(band, rows[start:stop], bn)
+    rows = scale.float()  # [n, ceil(k / bn)]
+    if bm != 1:
+        rows = rows[torch.arange(n, device=data.device) // bm]
+    if data.device.type != "cpu" or data.dtype not in (torch.float8_e4m3fn, torch.float8_e5m2):
+        _scale_rows(out.copy_(data), rows, bn)
+        return out
+    step = max(1, _BAND // k)
+    scratch = torch.empty(min(n, step), k, dtype=torch.int16)
+    for start in range(0, n, step):
+        part = slice(start, min(n, start + step))
+        codes = data[part]
+        nan = data.dtype == torch.float8_e4m3fn and (has_nan_codes(codes) if has_nan is None else has_nan)
+        _dequantize_band(codes, rows[part], bn, out[part], scratch[: codes.shape[0]], nan)
     return out
 
 
-def _reads_as_half(data: torch.Tensor) -> bool:
-    """Whether the codes' bits, moved up, are a float16 of the same value (up to a power of two)."""
+def _dequantize_band(
+    data: torch.Tensor, rows: torch.Tensor, bn: int, out: torch.Tensor, bits: torch.Tensor, has_nan: bool
+) -> None:
+    """Codes [m, k] times rows [m, ceil(k / bn)] into out, with int16 scratch `bits` [m, k], on a CPU.
+
+    torch casts E4M3 to float32 at 0.15 to 0.25 G elements/s; through a float16's bits it is several times that.
+    """
     if data.dtype == torch.float8_e5m2:
-        return True
-    return data.dtype == torch.float8_e4m3fn and not has_nan_codes(data)
+        out.copy_(bits.copy_(data.view(torch.int8)).mul_(256).view(torch.float16))
+    elif has_nan:
+        out.copy_(data)  # E4M3's NaN codes have the bits of an ordinary float16
+    else:
+        # sign extension leaves a copy of the sign in bit 14, where E4M3's exponent ends: clear it
+        out.copy_(bits.copy_(data.view(torch.int8)).mul_(128).bitwise_and_(-16385).view(torch.float16))
+        rows = rows * _E4M3_AS_HALF
+    _scale_rows(out, rows, bn)
 
 
 def _scale_rows(values: torch.Tensor, rows: torch.Tensor, bn: int) -> None:

@@ -126,7 +126,7 @@ class Checkpoint:
         Raises CheckpointError where the weight is not FP8, has no scale, has one that does not fit or is not
         finite and positive, or holds NaN codes.
         """
-        from mtplab.checkpoint.values import checked_values
+        from mtplab.checkpoint.values import read_scaled
 
         info = self.info(name)
         if not self._pairing.is_quantised(info):
@@ -134,7 +134,7 @@ class Checkpoint:
                 f"{info.file}: tensor {shown(info.name)} is {info.dtype}, expected FP8 codes with a scale. Use "
                 "dequantize or read."
             )
-        return checked_values(info, *self._pairing.checked(info))
+        return read_scaled(info, *self._pairing.checked(info))
 
     def dequantize(self, name: str) -> torch.Tensor:
         """The tensor's values as float32: code times scale for FP8 weights, a cast for everything else.
@@ -143,7 +143,9 @@ class Checkpoint:
         """
         info = self.info(name)
         if self._pairing.is_quantised(info):
-            return self.scaled(info.name).dequantize()
+            from mtplab.checkpoint.values import read_dequantized
+
+            return read_dequantized(info, *self._pairing.checked(info))
         if info.dtype == "C64":
             raise CheckpointError(f"{info.file}: tensor {shown(info.name)} is complex: expected real values. Use read.")
         return self.read(info.name).float()

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from mtplab import open_checkpoint
-from tests.oracle import oracle, oracle_hidden
+from oracle import oracle, oracle_hidden
 
 REPO = Path(__file__).resolve().parent.parent
 BUNDLED = REPO / "data" / "tiny-qwen3_5"
@@ -20,7 +20,7 @@ BUNDLED = REPO / "data" / "tiny-qwen3_5"
 @pytest.fixture(scope="module", autouse=True)
 def recipe_on_path():
     """The recipe's modules import each other by bare name, as scripts do."""
-    names = ("corpus", "tokenizer", "gdn", "network", "optim", "train", "to_gguf")
+    names = ("corpus", "tokenizer", "gdn", "network", "optim", "train", "unloop", "to_gguf")
     sys.path[:0] = [str(REPO / "data" / "recipe"), str(REPO / "data" / "recipe" / "peers")]
     yield
     del sys.path[:2]
@@ -164,6 +164,45 @@ def test_a_few_steps_lower_the_loss(phase):
         values.append(total.item())
     assert values[-1] < values[0] - 0.01
     assert torch.equal(frozen, net.model.layers[0].mlp.up_proj.weight) == (phase == "head")
+
+
+def test_repeats_are_tokens_that_complete_a_4_gram_again():
+    from unloop import repeated
+
+    assert repeated([1, 2, 3, 4, 9, 1, 2, 3, 4, 5], start=5) == [False, False, False, True, False]
+    assert repeated([7] * 6, start=0) == [False, False, False, False, True, True]
+
+
+def test_unlikelihood_lowers_marked_tokens_only():
+    from unloop import unlikelihood
+
+    net, texts = bundled_network(), random_ids(2, 60)
+    marks = torch.zeros(2, 60, dtype=torch.bool)
+    assert unlikelihood(net, texts, marks) == 0
+    marks[0, 20:30] = True
+
+    def probability() -> torch.Tensor:
+        return net.logits(net.model(texts[:, :-1])).softmax(-1).gather(-1, texts[:, 1:, None])[0, 19:29].sum()
+
+    before = probability()
+    unlikelihood(net, texts, marks).backward()
+    with torch.no_grad():
+        for p in net.model.parameters():
+            p -= 0.05 * p.grad / (p.grad.norm() + 1e-12)
+    assert probability() < before
+
+
+def test_continuations_are_greedy_and_marked():
+    from unloop import NEW_TOKENS, PROMPT_TOKENS, continuations, repeated
+
+    net, prompts = bundled_network(), random_ids(2, PROMPT_TOKENS).tolist()
+    texts, marks = continuations(net, prompts)
+    assert texts.shape == marks.shape == (2, PROMPT_TOKENS + NEW_TOKENS)
+    assert texts[:, :PROMPT_TOKENS].tolist() == prompts and not marks[:, :PROMPT_TOKENS].any()
+    assert marks[1, PROMPT_TOKENS:].tolist() == repeated(texts[1].tolist(), PROMPT_TOKENS)
+    with torch.no_grad():
+        likeliest = net.logits(net.model(texts))[:, PROMPT_TOKENS - 1 : -1].argmax(-1)
+    assert (likeliest == texts[:, PROMPT_TOKENS:]).float().mean() > 0.98  # the rest: near ties
 
 
 def test_rate_warms_up_and_ends_at_zero():

@@ -16,13 +16,14 @@ from string import Template
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE / "results"
 CORPORA = ("scripture", "python", "docs")
+PHASES = ("trunk", "unloop", "head")
 ENGINES = ("llama_cpp", "mtplab_float32", "vllm_cpu", "mtplab_bfloat16")
 
 
 def training(work: Path) -> dict:
     """Tokens, wall-clock and CPU minutes of each phase, and the losses it evaluated, from WORK's logs."""
     out: dict = {}
-    for phase in ("trunk", "head"):
+    for phase in PHASES:
         entries = [json.loads(line) for line in (work / f"log-{phase}.jsonl").read_text().splitlines()]
         # the CPU clock restarts with every process that resumed the phase: add up the last reading of each
         cpu, last = 0.0, 0.0
@@ -31,11 +32,13 @@ def training(work: Path) -> dict:
                 cpu += last
             last = entry["cpu_seconds_this_process"]
         end = entries[-1]
+        repeating = [e["repeating"] for e in entries if "repeating" in e]
         keep = ("step", "tokens", "seconds", *(k for k in end if k.startswith(CORPORA)))
         evaluated = [{k: e[k] for k in keep} for e in entries if e.get("event") in ("evaluate", "end")]
         out[phase] = {
             "steps": end["step"], "tokens": end["tokens"], "minutes": round(end["seconds"] / 60, 1),
             "cpu_minutes": round((cpu + last) / 60, 1), "runs": sum(e.get("event") == "start" for e in entries),
+            **({"repeating": [repeating[0], repeating[-1]]} if repeating else {}),
             "bf16_gemms": entries[0]["bf16"], "torch": entries[0]["torch"], "evaluated": evaluated,
         }  # fmt: skip
     sizes: dict = {c: {"train": [0, 0], "held out": [0, 0]} for c in CORPORA}
@@ -129,13 +132,13 @@ def main() -> None:
     sizes = {f.parent.name: f.stat().st_size / 1e6 for f in HERE.parent.glob("tiny-*/model.safetensors")}
     phase = {
         f"{name}_{key}": f"{value:,}" if isinstance(value, int) else str(value)
-        for name in ("trunk", "head") for key, value in t[name].items() if key != "evaluated"
+        for name in PHASES for key, value in t[name].items() if key != "evaluated"
     }  # fmt: skip
-    last, final = t["trunk"]["evaluated"][-1], t["head"]["evaluated"]
+    last, final = t["unloop"]["evaluated"][-1], t["head"]["evaluated"]
     words = {
         **phase,
-        "total_tokens": f"{t['trunk']['tokens'] + t['head']['tokens']:,}",
-        "total_cpu": f"{t['trunk']['cpu_minutes'] + t['head']['cpu_minutes']:.0f}",
+        "total_tokens": f"{sum(t[name]['tokens'] for name in PHASES):,}",
+        "total_cpu": f"{sum(t[name]['cpu_minutes'] for name in PHASES):.0f}",
         "packages": ", ".join(f"`{p}`" for p in t["packages"]),
         "bf16_mb": f"{sizes['tiny-qwen3_5']:.1f}",
         "fp8_mb": f"{sizes['tiny-qwen3_5-fp8']:.1f}",
@@ -148,6 +151,12 @@ def main() -> None:
             ["held-out corpus", "nats per token", "bits per byte", "head's argmax = trunk's, depth 1, 2, 3"],
             [[c, f"{m['loss'][c]['nats_per_token']:.2f}", f"{m['loss'][c]['bits_per_byte']:.2f}",
               share([final[-1][f"{c}_agree{j}"] for j in (1, 2, 3)])] for c in CORPORA],
+        ),
+        "repeating_before": f"{t['unloop']['repeating'][0]:.0%}",
+        "repeating_after": f"{t['unloop']['repeating'][1]:.0%}",
+        "loss_change": ", ".join(
+            f"{t['trunk']['evaluated'][-1][f'{c}_loss']:.2f} → {t['unloop']['evaluated'][-1][f'{c}_loss']:.2f}"
+            for c in CORPORA
         ),
         "corpora_order": ", ".join(CORPORA),
         "agree_before": ", ".join(share([last[f"{c}_agree1"]]) for c in CORPORA),

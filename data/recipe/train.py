@@ -1,7 +1,7 @@
-"""Train the bundled model: first trunk and head together, then the head alone.
+"""Train the bundled model: first trunk and head together, then (after unloop.py) the head alone.
 
-    python data/recipe/train.py --work WORK --phase trunk --minutes 65
-    python data/recipe/train.py --work WORK --phase head --minutes 28
+    python data/recipe/train.py --work WORK --phase trunk --minutes 75
+    python data/recipe/train.py --work WORK --phase head --minutes 14
 
 One process, one thread. The schedule follows elapsed time, not steps, so a busy machine trains on fewer tokens and
 still finishes; the state is saved every few minutes, and a killed run resumes where it was (time spent counts, time
@@ -139,7 +139,7 @@ def main() -> None:
     net = Network(read_config())
     state_path, log_path = args.work / f"state-{args.phase}.pt", args.work / f"log-{args.phase}.jsonl"
     if args.phase == "head":
-        net.load_state_dict(torch.load(args.work / "state-trunk.pt", weights_only=True)["net"])
+        net.load_state_dict(torch.load(args.work / "state-unloop.pt", weights_only=True)["net"])
         net.model.requires_grad_(False)
     optimizers = make_optimizers({n: p for n, p in net.named_parameters() if p.requires_grad}, *RATES[args.phase])
     step, tokens, spent = 0, 0, 0.0

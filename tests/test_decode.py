@@ -1,4 +1,4 @@
-"""The runner: lossless over depths, policies, exclusions and batches; rollback that leaves nothing; counts that add up."""
+"""The runner: lossless over depths, policies, exclusions and batches; rollback without a trace; counts that add up."""
 
 from __future__ import annotations
 
@@ -191,8 +191,8 @@ def test_counts_add_up(model, depth):
 
 
 def test_stats_definitions():
-    rounds = [RoundRecord(0, 5, 3, 3, 4), RoundRecord(0, 9, 3, 1, 2), RoundRecord(0, 11, 3, 0, 1), RoundRecord(0, 12, 3, 2, 2)]
-    stats = AcceptanceStats.of(3, rounds)
+    kept_and_emitted = [(3, 4), (1, 2), (0, 1), (2, 2)]
+    stats = AcceptanceStats.of(3, [RoundRecord(0, 5, 3, kept, emitted) for kept, emitted in kept_and_emitted])
     assert stats.acceptance_length == 9 / 4
     assert stats.per_position == [3 / 4, 2 / 4, 1 / 4]
     assert stats.conditional == [3 / 4, 2 / 3, 1 / 2]

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from mtplab import load_model
 from mtplab.kernels.fp8_reference import round_activation
-from mtplab.models.attend import KEY_BLOCK, attend
+from mtplab.models.attend import KEY_BLOCK, attend, attention_bias
 from mtplab.models.delta_rule import CHUNK, delta_rule_chunked, delta_rule_step
 from mtplab.models.layers import pad_rows, rms_norm
 from mtplab.models.passes import PassMaker
@@ -69,27 +69,32 @@ def test_gate_rows(heads):
 def test_attention_queries_batches_and_keys(h, h_kv, d):
     b, t, length = 5, 130, 2 * KEY_BLOCK
     q, k, v = torch.randn(b, h, t, d) / d**0.5, torch.randn(b, h_kv, length, d), torch.randn(b, h_kv, length, d)
-    position = torch.arange(100, 100 + t)
-    bias = torch.zeros(b, t, length).masked_fill_(torch.arange(length) > position[:, None], -torch.inf)
-    whole = attend(q, k, v, bias, exact=True)
+    position = torch.arange(200, 200 + t).expand(b, -1)
+
+    def run(n: int, queries: slice, keys: int) -> torch.Tensor:
+        bias = attention_bias(position[:n, queries], torch.arange(keys), h // h_kv, torch.float32)
+        return attend(q[:n, :, queries], k[:n, :, :keys], v[:n, :, :keys], bias, exact=True)
+
+    whole = run(b, slice(None), length)
     for n in (1, 2, 3, 5, 8, 17, 64, 129):
-        assert torch.equal(attend(q[:, :, :n], k, v, bias[:, :n], exact=True), whole[:, :n]), f"{n} queries"
+        assert torch.equal(run(b, slice(0, n), length), whole[:, :n]), f"{n} queries"
     for n in (1, 2, 4):
-        assert torch.equal(attend(q[:n], k[:n], v[:n], bias[:n], exact=True), whole[:n]), f"batch {n}"
-    short = slice(0, KEY_BLOCK - 100)  # queries that see no key of the second block
-    one = attend(q[:, :, short], k[:, :, :KEY_BLOCK], v[:, :, :KEY_BLOCK], bias[:, short, :KEY_BLOCK], exact=True)
-    assert torch.equal(one, whole[:, short]), "one key block less"
+        assert torch.equal(run(n, slice(None), length), whole[:n]), f"batch {n}"
+    short = slice(0, KEY_BLOCK - 200)  # queries that see no key of the second block
+    assert torch.equal(run(b, short, KEY_BLOCK), whole[:, short]), "one key block less"
 
 
 def test_attention_equals_torch():
     q, k, v = torch.randn(2, 4, 9, 64) / 8, torch.randn(2, 2, KEY_BLOCK, 64), torch.randn(2, 2, KEY_BLOCK, 64)
-    bias = torch.zeros(2, 9, KEY_BLOCK).masked_fill_(torch.rand(2, 9, KEY_BLOCK) < 0.5, -torch.inf)
+    position = torch.randint(0, KEY_BLOCK, (2, 9))
+    bias = attention_bias(position, torch.arange(KEY_BLOCK), 1, torch.float32)
     expected = F.scaled_dot_product_attention(
         q, k.repeat_interleave(2, 1), v.repeat_interleave(2, 1), bias[:, None], scale=1.0
     )
     expected = expected.transpose(1, 2).flatten(2)
     for exact in (True, False):
-        torch.testing.assert_close(attend(q, k, v, bias, exact), expected, rtol=1e-5, atol=1e-6)
+        grouped = attention_bias(position, torch.arange(KEY_BLOCK), 2, torch.float32)
+        torch.testing.assert_close(attend(q, k, v, grouped, exact), expected, rtol=1e-5, atol=1e-6)
 
 
 def delta_inputs(n: int, t: int, d: int = 64):

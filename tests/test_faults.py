@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-import pytest
+import dataclasses
 
+import pytest
+import torch
+
+from faults import FAULTS, with_draft
 from mtplab import generate, load_model
-from faults import FAULTS
 
 PROMPTS = [
     "def main(argv):\n    import os",
@@ -26,15 +29,22 @@ def test_fault_collapses_acceptance_and_nothing_else(healthy, fault):
     model, good = healthy
     bad = generate(FAULTS[fault](model), PROMPTS, depth=3, max_new_tokens=48)
     assert bad.tokens == good.tokens, "speculation is lossless: the output cannot show the fault"
-    assert good.stats.per_position[0] > 0.45
-    assert bad.stats.per_position[0] < 0.35 * good.stats.per_position[0], bad.stats
-    assert bad.stats.acceptance_length < 1 + 0.35 * (good.stats.acceptance_length - 1)
+    before, after = good.stats, bad.stats
+    assert before.acceptance_length - 1 > 1.2
+    assert after.acceptance_length - 1 < 0.6 * (before.acceptance_length - 1), after
+    assert after.per_position[2] < 0.35 * before.per_position[2], after
 
 
-def test_hidden_stage_is_one_call_apart(healthy):
-    """The A/B of what the head reads and feeds back: same tokens, another acceptance."""
-    model, good = healthy
-    for stage in ({"target_hidden": "pre_norm"}, {"draft_hidden": "pre_norm"}):
-        other = generate(model, PROMPTS, depth=3, max_new_tokens=48, **stage)
-        assert other.tokens == good.tokens
-        assert other.stats.rounds != good.stats.rounds
+@pytest.mark.parametrize("stage", ["target_hidden", "draft_hidden"])
+def test_hidden_stage_is_one_call_apart(healthy, stage):
+    """The A/B of what the head reads and feeds back: same tokens, other drafts. The norms are made uneven for it, since
+    the head normalises what it reads, and even weights make both stages alike."""
+    model, _ = healthy
+    uneven = 2.0 ** torch.linspace(-6, 6, model.config.hidden_size)
+    model = with_draft(model, norm=model.draft.norm * uneven.roll(7))
+    model = dataclasses.replace(model, target=dataclasses.replace(model.target, norm=model.target.norm * uneven))
+    after, before = (
+        generate(model, PROMPTS, depth=3, max_new_tokens=24, **{stage: value}) for value in ("post_norm", "pre_norm")
+    )
+    assert after.tokens == before.tokens
+    assert after.stats != before.stats

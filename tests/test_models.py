@@ -71,7 +71,7 @@ def test_target_equals_transformers(pair, ids, splits, exact):
 
 
 def transformers_head(path, reference, hidden: torch.Tensor, ids: list[int]) -> torch.Tensor:
-    """The head's hidden after mtp.norm [t, h], assembled from transformers' layers: slot t holds (hidden t, token t+1)."""
+    """The head's hidden after mtp.norm [t, h], from transformers' layers: slot t holds (hidden t, token t+1)."""
     checkpoint, config = load_model(path).checkpoint, oracle_config(path)
     config._attn_implementation = "eager"
     config.layer_types = ["full_attention"]

@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 import torch
 from scipy.stats import chi2
-from tiny import write_tiny
 
 from mtplab import generate, load_model
 from mtplab.config import SamplingConfig
 from mtplab.decode.accept import accept_greedy, accept_sampled
 from mtplab.decode.random import Purpose, philox, uniform
 from mtplab.decode.sampling import distribution, sample
+from tiny import write_tiny
 
 
 def test_philox_known_answers():
@@ -63,7 +63,8 @@ def test_accept_greedy():
     choices = torch.tensor([[1, 2, 3, 4]] * 3)
     verdict = accept_greedy(drafts, choices)
     assert verdict.accepted.tolist() == [3, 1, 0]
-    assert [row[: a + 1] for row, a in zip(verdict.tokens.tolist(), [3, 1, 0], strict=True)] == [[1, 2, 3, 4], [1, 2], [1]]
+    emitted = [row[: a + 1] for row, a in zip(verdict.tokens.tolist(), [3, 1, 0], strict=True)]
+    assert emitted == [[1, 2, 3, 4], [1, 2], [1]]
 
 
 def test_p_and_q_are_the_papers():
@@ -73,7 +74,8 @@ def test_p_and_q_are_the_papers():
     for u, kept in ((0.49, 1), (0.51, 0)):
         verdict = accept_sampled(torch.tensor([[0]]), p, q, torch.tensor([[u]]), torch.tensor([[0.0, 0.0]]))
         assert verdict.accepted.item() == kept
-        assert verdict.tokens[0, kept].item() == (0 if kept else 1), "the bonus is p's, the recovered token the residual's"
+        # the bonus is p's, the recovered token the residual's
+        assert verdict.tokens[0, kept].item() == (0 if kept else 1)
 
 
 def chi_square(counts: np.ndarray, probs: np.ndarray) -> tuple[float, float]:
@@ -169,6 +171,7 @@ def next_distribution(model, ids: list[int], sampling: dict) -> np.ndarray:
 def test_same_seed_same_tokens_however_batched(bundled):
     model = load_model(bundled)
     prompts = ["import os", "In the beginning", "x", "The"]
-    once = generate(model, prompts, depth=3, temperature=0.8, seed=4, max_new_tokens=16)
-    assert generate(model, prompts, depth=3, temperature=0.8, seed=4, max_new_tokens=16, max_batch=3).tokens == once.tokens
-    assert generate(model, prompts, depth=3, temperature=0.8, seed=5, max_new_tokens=16).tokens != once.tokens
+    settings = {"depth": 3, "temperature": 0.8, "max_new_tokens": 16}
+    once = generate(model, prompts, seed=4, **settings).tokens
+    assert generate(model, prompts, seed=4, max_batch=3, **settings).tokens == once
+    assert generate(model, prompts, seed=5, **settings).tokens != once

@@ -6,6 +6,7 @@ Knows nothing of how keys and values are stored: it gets them as they are read b
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 # keys are reduced in blocks of this many, in order; a block that no query sees adds exact zeros
@@ -20,8 +21,8 @@ def padded_key_length(length: int, exact: bool) -> int:
 def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, exact: bool) -> Tensor:
     """Softmax attention of grouped query heads.
 
-    q [b, h, t, d], already multiplied by d^-½; k, v [b, h_kv, L, d]; bias [b, t, L] (0 where a key is seen, −inf where
-    not) or None when every query sees every key. Returns [b, t, h·d].
+    q [b, h, t, d], already multiplied by d^-½; k, v [b, h_kv, L, d]; bias [b, t·h/h_kv, L] (`attention_bias`), or None
+    when every query sees every key. Returns [b, t, h·d].
 
     With `exact`, L is a multiple of KEY_BLOCK, the rows of every product are padded to a multiple of 8, and the sums
     over keys are taken block by block, so that a query's result is bit-equal whatever t, b or L.
@@ -29,23 +30,31 @@ def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, exact: bool) ->
     b, h, t, d = q.shape
     h_kv, length = k.shape[1], k.shape[2]
     rows = h // h_kv * t
-    q = q.reshape(b * h_kv, rows, d)
+    q = q.reshape(b, h_kv, rows, d)
     pad = -rows % 8 if exact else 0
     if pad:
-        q = torch.nn.functional.pad(q, (0, 0, 0, pad))
-    keys, values = k.flatten(0, 1), v.flatten(0, 1)
-    scores = torch.bmm(q, keys.transpose(1, 2))
+        q = F.pad(q, (0, 0, 0, pad))
+    scores = torch.matmul(q, k.transpose(2, 3))
     if bias is not None:
-        seen = scores[:, :rows] if pad else scores
-        seen.view(b, h_kv, h // h_kv, t, length).add_(bias[:, None, None])
+        (scores[:, :, :rows] if pad else scores).add_(bias.unsqueeze(1))
     if not exact:
-        out = torch.bmm(scores.softmax(-1), values)
+        out = torch.matmul(scores.softmax(-1), v)
     else:
         weights = scores.sub_(scores.amax(-1, keepdim=True)).exp_()
         out = total = None
         for start in range(0, length, KEY_BLOCK):
-            block = weights[:, :, start : start + KEY_BLOCK].contiguous()
-            part, part_total = torch.bmm(block, values[:, start : start + KEY_BLOCK]), block.sum(-1, keepdim=True)
+            block = weights[..., start : start + KEY_BLOCK].contiguous()
+            part, part_total = torch.matmul(block, v[:, :, start : start + KEY_BLOCK]), block.sum(-1, keepdim=True)
             out, total = (part, part_total) if out is None else (out.add_(part), total.add_(part_total))
-        out = out.div_(total)[:, :rows]
+        out = out.div_(total)[:, :, :rows]
     return out.reshape(b, h, t, d).transpose(1, 2).reshape(b, t, h * d)
+
+
+def attention_bias(positions: Tensor, keys: Tensor, group: int, dtype: torch.dtype) -> Tensor:
+    """What is added to the scores of one KV head's query rows [b, group·t, L]: 0 up to the query's position, −inf after.
+
+    positions [b, t]; keys [L] (0, 1, …); `group` query heads share a KV head, each with its t queries side by side.
+    """
+    hidden = keys > positions.unsqueeze(-1)
+    bias = torch.zeros(hidden.shape, dtype=dtype, device=positions.device).masked_fill_(hidden, -torch.inf)
+    return bias.repeat(1, group, 1)

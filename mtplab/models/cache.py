@@ -77,17 +77,17 @@ def _movable(x: Tensor) -> Tensor:
     return x.view(torch.uint8) if x.dtype.itemsize == 1 else x
 
 
-def slot_index(positions: Tensor, kv_heads: int, capacity: int) -> Tensor:
-    """Flat indices [2·b·t·h_kv] into a cache of this capacity, for K and then V rows in (b, t, h) order.
+def slot_base(batch: int, kv_heads: int, capacity: int, device: torch.device) -> Tensor:
+    """[2, b, 1, h_kv]: the flat index of slot 0 of every sequence's heads, in K and in V."""
+    return torch.arange(2 * batch * kv_heads, device=device).mul_(capacity).view(2, batch, 1, kv_heads)
 
-    positions [b, t] int64: the slot of each token.
+
+def slot_index(positions: Tensor, base: Tensor) -> Tensor:
+    """Flat indices [2·b·t·h_kv] into a cache, for K and then V rows in (b, t, h) order.
+
+    positions [b, t] int64: the slot of each token; base: `slot_base` of the cache's shape.
     """
-    b, t = positions.shape
-    device = positions.device
-    sequence = torch.arange(b, device=device).view(b, 1, 1) * kv_heads
-    head = torch.arange(kv_heads, device=device)
-    k = ((sequence + head) * capacity + positions.unsqueeze(-1)).flatten()
-    return torch.cat([k, k + b * kv_heads * capacity])
+    return (positions.unsqueeze(-1) + base).flatten()
 
 
 class DeltaState:

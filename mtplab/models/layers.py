@@ -97,19 +97,16 @@ class GatedDelta:
     def __call__(self, residual: Tensor, x: Tensor, run: Pass, state: DeltaState) -> Tensor:
         c, b, t = self.config, run.batch, run.tokens
         qkv, z, beta, a = self.inputs(x)
-        beta = beta.contiguous().float().sigmoid()
+        # gates of all padded rows, [m, v_heads]: their vectorised and scalar forms differ in the last bit
+        beta = beta.contiguous().float().sigmoid_()
         log_decay = F.softplus(a.float() + self.dt_bias).mul_(self.minus_a)
         window = torch.cat([state.conv, qkv[: run.rows].view(b, t, c.conv_dim)], dim=1)
-        mixed = self._convolve(window, t)
-        q, k, v = self._heads(mixed)
-        if run.valid is not None:
-            out = self._prompt(q, k, v, log_decay, beta, window, run, state)
-        else:
-            out = self._decode(q, k, v, log_decay, beta, window, run, state)
+        q, k, v = self._heads(self._convolve(window, t))
+        mix = self._decode if run.valid is None else self._prompt
+        out = mix(q, k, v, log_decay, beta, window, run, state)
         # out [b, t, v_heads, dv]
-        out = rms_norm(out, self.norm_weight, c.rms_norm_eps).to(x.dtype).view(run.rows, -1)
-        out = pad_rows(out, run.padded) * F.silu(z)
-        return self.out.add_to(residual, out)
+        out = rms_norm(out, self.norm_weight, c.rms_norm_eps).to(x.dtype).reshape(run.rows, -1)
+        return self.out.add_to(residual, pad_rows(out, run.padded) * F.silu(z))
 
     def _convolve(self, window: Tensor, t: int) -> Tensor:
         mixed = window[:, :t] * self.conv_weight[0]
@@ -118,43 +115,33 @@ class GatedDelta:
         return F.silu(mixed, inplace=True)
 
     def _heads(self, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """q, k [b, t, v_heads, dk] normalised, v [b, t, v_heads, dv], in float32."""
+        """q, k [t, b, v_heads, dk] normalised, v [t, b, v_heads, dv], in float32; each token's rows side by side."""
         c = self.config
         b, t, _ = mixed.shape
         qk, v = mixed.float().split([2 * c.key_dim, c.value_dim], dim=-1)
         qk = qk.reshape(b, t, 2, c.linear_k_heads, c.linear_k_dim)
         qk = rms_norm(qk, None, 1e-6 / c.linear_k_dim).mul_(self._qk_scale)
-        repeat = c.linear_v_heads // c.linear_k_heads
-        if repeat > 1:
-            qk = qk.repeat_interleave(repeat, dim=3)
-        return qk[:, :, 0], qk[:, :, 1], v.reshape(b, t, c.linear_v_heads, c.linear_v_dim)
+        # each key head serves consecutive value heads
+        shape = (2, t, b, c.linear_k_heads, c.linear_v_heads // c.linear_k_heads, c.linear_k_dim)
+        q, k = qk.permute(2, 1, 0, 3, 4).unsqueeze(-2).expand(shape).reshape(2, t, b, c.linear_v_heads, -1)
+        return q, k, v.view(b, t, c.linear_v_heads, c.linear_v_dim).transpose(0, 1)
 
     def _decode(self, q, k, v, log_decay, beta, window, run: Pass, state: DeltaState) -> Tensor:
         c, b, t = self.config, run.batch, run.tokens
         n = b * c.linear_v_heads
-        # padded rows are kept until after exp, whose vectorised and scalar forms differ in the last bit
-        decay = log_decay.exp_()[: run.rows].view(b, t, c.linear_v_heads, 1, 1)
-        beta = beta[: run.rows].view(b, t, c.linear_v_heads, 1, 1)
-        steps = None if t == 1 else state.step_buffer(t)
-        outs, before = [], state.recurrent
-        for i in range(t):
-            after = state.recurrent if steps is None else steps[i]
-            out = delta_rule_step(
-                q[:, i].reshape(n, 1, -1),
-                k[:, i].reshape(n, 1, -1),
-                v[:, i].reshape(n, 1, -1),
-                decay[:, i].reshape(n, 1, 1),
-                beta[:, i].reshape(n, 1, 1),
-                before,
-                after,
-            )
-            outs.append(out.view(b, 1, c.linear_v_heads, -1))
-            before = after
+        decay = log_decay.exp_()[: run.rows].view(b, t, -1).transpose(0, 1).reshape(t, n, 1, 1)
+        beta = beta[: run.rows].view(b, t, -1).transpose(0, 1).reshape(t, n, 1, 1)
+        q, k, v = (x.reshape(t, n, 1, x.shape[-1]) for x in (q, k, v))
         if t == 1:
             state.conv.copy_(window[:, 1:])
-            return outs[0]
+            out = delta_rule_step(q[0], k[0], v[0], decay[0], beta[0], state.recurrent, state.recurrent)
+            return out.view(b, 1, c.linear_v_heads, -1)
         state.keep_window(window)
-        return torch.cat(outs, dim=1)
+        before, outs = state.recurrent, []
+        for i, after in enumerate(state.step_buffer(t)):
+            outs.append(delta_rule_step(q[i], k[i], v[i], decay[i], beta[i], before, after))
+            before = after
+        return torch.stack(outs).view(t, b, c.linear_v_heads, -1).transpose(0, 1)
 
     def _prompt(self, q, k, v, log_decay, beta, window, run: Pass, state: DeltaState) -> Tensor:
         c, b, t = self.config, run.batch, run.tokens
@@ -165,7 +152,7 @@ class GatedDelta:
             x[: run.rows].view(b, t, c.linear_v_heads).mul(true).transpose(1, 2).reshape(n, t)
             for x in (beta, log_decay)
         )
-        q, k, v = (x.transpose(1, 2).reshape(n, t, -1) for x in (q, k, v))
+        q, k, v = (x.permute(1, 2, 0, 3).reshape(n, t, -1) for x in (q, k, v))
         out, state.recurrent = delta_rule_chunked(q, k, v, log_decay, beta, state.recurrent)
         at = run.valid[:, None] + torch.arange(state.conv.shape[1], device=q.device)
         state.conv = window[torch.arange(b, device=q.device)[:, None], at]

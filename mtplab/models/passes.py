@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mtplab.models.attend import padded_key_length
-from mtplab.models.cache import slot_index
+from mtplab.models.attend import attention_bias, padded_key_length
+from mtplab.models.cache import slot_base, slot_index
 from mtplab.models.config import ModelConfig
 
 
@@ -30,7 +30,7 @@ class Pass:
     sin: Tensor  # [b, t, 1, rotary], the first half negated
     slots: Tensor  # [2·b·t·h_kv]
     key_length: int
-    bias: Tensor | None  # [b, t, key_length]
+    bias: Tensor | None  # [b, t·group, key_length]
     valid: Tensor | None
 
     @property
@@ -53,9 +53,9 @@ class PassMaker:
         inverse = 1.0 / (config.rope_theta ** (half / config.rotary_dim))
         angle = torch.arange(capacity, dtype=torch.float32, device=device)[:, None] * inverse
         cos, sin = angle.cos(), angle.sin()
-        self._cos = torch.cat([cos, cos], -1).to(dtype)
-        # x·cos + swap_halves(x)·sin, with the sign of the rotation folded into the table
-        self._sin = torch.cat([-sin, sin], -1).to(dtype)
+        # x·cos + swap_halves(x)·sin, with the sign of the rotation folded into the table: [capacity, 2, 1, rotary]
+        self._rotary = torch.stack([torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)], 1).to(dtype).unsqueeze(2)
+        self._base: Tensor | None = None
         self._keys = torch.arange(capacity, device=device)
         self._dtype = dtype
 
@@ -70,15 +70,18 @@ class PassMaker:
         length = key_length or min(padded_key_length(longest, exact), self.capacity)
         bias = None
         if not (b == 1 and t == 1 and length == longest):
-            hidden = self._keys[:length] > positions.unsqueeze(-1)
-            bias = torch.zeros(hidden.shape, dtype=self._dtype, device=self.device).masked_fill_(hidden, -torch.inf)
+            group = self.config.num_heads // self.config.num_kv_heads
+            bias = attention_bias(positions, self._keys[:length], group, self._dtype)
+        if self._base is None or self._base.shape[1] != b:
+            self._base = slot_base(b, self.config.num_kv_heads, self.capacity, self.device)
+        cos, sin = self._rotary[positions].unbind(2)
         return Pass(
             batch=b,
             tokens=t,
             exact=exact,
-            cos=self._cos[positions].unsqueeze(2),
-            sin=self._sin[positions].unsqueeze(2),
-            slots=slot_index(positions, self.config.num_kv_heads, self.capacity),
+            cos=cos,
+            sin=sin,
+            slots=slot_index(positions, self._base),
             key_length=length,
             bias=bias,
             valid=valid,

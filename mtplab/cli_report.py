@@ -43,9 +43,9 @@ def report(
 
     \b
     Examples:
-      mtplab report notebooks/NAME.ipynb
-      mtplab report notebooks/NAME.ipynb -p checkpoint data/tiny-qwen3_5-fp8 -o fp8.html
-      mtplab report notebooks/NAME.ipynb -p max_new_tokens 32 --execution-timeout 120
+      mtplab report notebooks/01_fp8_to_speculation.ipynb
+      mtplab report notebooks/01_fp8_to_speculation.ipynb -p max_depth 4 -p policies "['none', 'fp8']" -o short.html
+      mtplab report notebooks/01_fp8_to_speculation.ipynb -p prompts my.jsonl --execution-timeout 120
     """
     parameters = dict(_parameter(text) for text in parameter or [])
     if execution_timeout < 1:

@@ -6,6 +6,7 @@ Knows nothing of how points are run or kept.
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 import sys
 import threading
@@ -178,8 +179,9 @@ def _bar() -> Iterator[Any]:
     from mtplab.report.text import plain
 
     # the time to go is the sweep's own: tqdm's would take rows read back for rows computed
+    width = shutil.get_terminal_size().columns
     form = "{percentage:3.0f}% {bar:24} {desc}"
-    with tqdm(total=1.0, bar_format=form, file=sys.stderr, leave=False, dynamic_ncols=True) as bar:
+    with tqdm(total=1.0, bar_format=form, file=sys.stderr, leave=False, ncols=width) as bar:
         drawn = 0.0
 
         def follow(progress: Any) -> None:

@@ -266,7 +266,18 @@ def test_a_failed_point_gives_code_1_and_the_table(bundled, tmp_path, capsys, mo
 
 
 def test_ctrl_c_keeps_what_is_done(bundled, repo, tmp_path):
-    arguments = ["sweep", str(bundled), "--depths", "0-16", "--max-new-tokens", "64", "--results", str(tmp_path)]
+    arguments = [
+        "sweep",
+        str(bundled),
+        "--depths",
+        "0-16",
+        "--limit",
+        "3",
+        "--max-new-tokens",
+        "64",
+        "--results",
+        str(tmp_path),
+    ]
     process = subprocess.Popen(
         [sys.executable, "-m", "mtplab.cli", *arguments],
         stdout=subprocess.PIPE,

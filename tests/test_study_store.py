@@ -18,7 +18,7 @@ from mtplab.study.identity import checkpoint_identity
 from mtplab.study.producer import error_row
 from mtplab.study.prompts import load_prompts
 from mtplab.study.store import PointStore, write_atomically
-from tests.study_fakes import make_checkpoint
+from study_fakes import make_checkpoint
 
 
 def settings(engine=None, spec=None, sampling=None) -> Settings:
@@ -103,11 +103,11 @@ def test_the_config_names_excluded_modules_by_part(tmp_path):
 def test_the_hash_is_the_same_in_another_process(tmp_path, repo):
     here = one_unit(make_checkpoint(tmp_path / "m")).point
     code = (
-        "import sys; from pathlib import Path; from tests import study_fakes, test_study_store as t\n"
+        "import sys; from pathlib import Path; import study_fakes, test_study_store as t\n"
         "print(t.one_unit(study_fakes.make_checkpoint(Path(sys.argv[1]))).point)"
     )
     arguments = [sys.executable, "-c", code, str(tmp_path / "m")]
-    env = {**os.environ, "PYTHONHASHSEED": "7", "PYTHONPATH": str(repo)}
+    env = {**os.environ, "PYTHONHASHSEED": "7", "PYTHONPATH": f"{repo / 'tests'}{os.pathsep}{repo}"}
     there = subprocess.run(arguments, capture_output=True, text=True, env=env, check=True).stdout.strip()
     assert there == here
 

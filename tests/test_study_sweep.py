@@ -16,11 +16,11 @@ from types import SimpleNamespace
 
 import pytest
 
+import study_fakes as fakes
 from mtplab.config import EngineConfig, SpecConfig
 from mtplab.errors import ConfigError, MtplabError
 from mtplab.study import Prompt, ResultRow, read_rows, sweep
 from mtplab.study.progress import Estimator, clock
-from tests import study_fakes as fakes
 
 PROMPTS = [[1, 2, 3], [4, 5], [6]]
 
@@ -391,7 +391,7 @@ def test_cancel_reaches_a_process_pool(checkpoint, tmp_path, monkeypatch):
 SWEEP = """
 import sys
 from pathlib import Path
-from tests import study_fakes as fakes
+import study_fakes as fakes
 from mtplab.study import sweep
 checkpoint = fakes.make_checkpoint(Path(sys.argv[1]))
 result = sweep(checkpoint, prompts=[[1, 2, 3], [4, 5], [6]], depths=(0, 1, 2, 3), quant_policy=("none", "int8"),
@@ -402,8 +402,9 @@ print(result.computed, result.reused)
 
 
 def start(checkpoint, results) -> subprocess.Popen:
-    root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-    env = {**os.environ, "FAKE_SECONDS": "0.02", "PYTHONPATH": root}
+    tests = os.path.dirname(os.path.abspath(__file__))
+    path = os.pathsep.join([tests, os.path.dirname(tests)])
+    env = {**os.environ, "FAKE_SECONDS": "0.02", "PYTHONPATH": path}
     arguments = [sys.executable, "-c", SWEEP, str(checkpoint.path), str(results)]
     return subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env)
 

@@ -9,6 +9,7 @@ import itertools
 import math
 from typing import Any
 
+from mtplab.report.palette import GREEN
 from mtplab.report.rows import Record, as_records, at_temperature
 from mtplab.report.text import escape
 
@@ -113,7 +114,8 @@ class Conclusion:
         return f"Against {_weights_words(base)}: {'; '.join(parts)}." if parts else ""
 
     def _repr_html_(self) -> str:
-        return f'<p class="finding">{escape(" ".join(self.sentences) or "There are no finished rows yet.")}</p>'
+        text = escape(" ".join(self.sentences) or "There are no finished rows yet.")
+        return f'<p class="finding" style="border-left:4px solid {GREEN};padding:8px 16px;max-width:50em">{text}</p>'
 
     def __repr__(self) -> str:
         return " ".join(self.sentences) or "There are no finished rows yet."

@@ -14,25 +14,31 @@ from mtplab.report.text import escape, human_bytes
 __all__ = ["acceptance_table", "html_table", "plan_summary", "plan_table"]
 
 
-def html_table(head: Sequence[Any], body: Iterable[Sequence[Any]], caption: str = "", left: int = 1) -> str:
+def html_table(
+    head: Sequence[Any], body: Iterable[Sequence[Any]], caption: str = "", left: int = 1, height: str = "none"
+) -> str:
     """A table in a box that scrolls sideways on a narrow page; the first `left` columns are text.
 
     Args:
         head: column titles.
         body: rows of cells, as many as titles; anything is turned into escaped text.
+        height: CSS height past which the box scrolls.
     """
 
     def line(cells: Sequence[Any], tag: str) -> str:
         scope = " scope=col" if tag == "th" else ""
-        styles = ["text-align:left" if at < left else "text-align:right;white-space:nowrap" for at in range(len(cells))]
+        # styles stand in the cell, since a widget and an exported page bring different sheets
+        sides = ["text-align:left" if at < left else "text-align:right;white-space:nowrap" for at in range(len(cells))]
+        styles = [f"{side};padding:3px 14px 3px 4px;line-height:1.4" for side in sides]
         return "".join(
             f'<{tag}{scope} style="{style}">{escape(cell)}</{tag}>' for cell, style in zip(cells, styles, strict=True)
         )
 
     lines = "".join(f"<tr>{line(row, 'td')}</tr>" for row in body)
-    title = f"<caption>{escape(caption)}</caption>" if caption else ""
+    title = f'<caption style="text-align:left;font-weight:600">{escape(caption)}</caption>' if caption else ""
     return (
-        '<div class="mtplab-table" tabindex="0" role="region" style="overflow-x:auto;max-width:100%" '
+        '<div class="mtplab-table" tabindex="0" role="region" style="overflow:auto;max-width:100%;'
+        f'max-height:{height}" '
         f'aria-label="{escape(caption or "table")}"><table>{title}'
         f"<thead><tr>{line(head, 'th')}</tr></thead><tbody>{lines}</tbody></table></div>"
     )
@@ -66,7 +72,8 @@ def acceptance_table(rows: Any, caption: str = "Acceptance length (tokens per ro
 
 
 def plan_summary(plan: Any, caption: str = "Modules by part and by how they are held") -> str:
-    """A few lines for a plan of any length: how many modules of each part are FP8, BF16 or F32, and their bytes."""
+    """A few lines for a plan of any length (modules of each part that are FP8, BF16 or F32, and their bytes); all of
+    it folded away below."""
     groups: dict[tuple[str, str, str], list[Any]] = {}
     for module in plan.modules:
         groups.setdefault((module.part, module.weight, module.activation), []).append(module)
@@ -77,7 +84,9 @@ def plan_summary(plan: Any, caption: str = "Modules by part and by how they are 
         rounded = "FP8" if activation == "fp8" else "–"
         size = human_bytes(sum(getattr(module, "loaded_nbytes", module.nbytes) for module in found))
         body.append((part, weight.upper(), rounded, shown, len(found), size))
-    return html_table(("Part", "Weight", "Activations", "Among them", "Modules", "Bytes"), body, caption, left=4)
+    table = html_table(("Part", "Weight", "Activations", "Among them", "Modules", "Bytes"), body, caption, left=4)
+    every = f"All {len(plan.modules)} modules, and the rule that decided each"
+    return f"{table}<details><summary>{every}</summary>{plan_table(plan.modules)}</details>"
 
 
 def plan_table(modules: Iterable[Any], caption: str = "", limit: int = 400) -> str:
@@ -98,4 +107,4 @@ def plan_table(modules: Iterable[Any], caption: str = "", limit: int = 400) -> s
     if len(found) > limit:
         body.append((f"… and {len(found) - limit} more", "", "", "", "", "", ""))
     head = ("Module", "Shape", "Stored", "Weight", "Activation", "Bytes", "Rule that decided")
-    return html_table(head, body, caption)
+    return html_table(head, body, caption, height="32em")

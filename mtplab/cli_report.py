@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import json
+import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -52,7 +53,9 @@ def report(
         raise ConfigError(f"--execution-timeout is {execution_timeout}; expected at least 1 second")
     from mtplab.report import render_report
 
-    page = render_report(notebook, parameters, output, execution_timeout=execution_timeout)
+    # its own bar, if there is somebody to look at it
+    quiet = None if sys.stderr.isatty() else lambda *step: None
+    page = render_report(notebook, parameters, output, execution_timeout=execution_timeout, on_progress=quiet)
     if as_json:
         print_json({"report": str(page), "parameters": parameters})
     else:

@@ -346,13 +346,14 @@ def test_parameters_of_a_notebook():
 def test_report_passes_what_it_was_given(monkeypatch, capsys, tmp_path):
     seen = {}
 
-    def render(notebook, parameters, output, execution_timeout):
+    def render(notebook, parameters, output, execution_timeout, on_progress):
+        on_progress(1, 2, "a cell")  # no terminal, nothing shown
         seen.update(notebook=str(notebook), parameters=parameters, timeout=execution_timeout)
         return tmp_path / "page.html"
 
     monkeypatch.setattr("mtplab.report.html.render_report", render)
     assert main(["report", "n.ipynb", "-p", "depths", "[0, 4]", "-p", "label", "x", "--execution-timeout", "9"]) == 0
     assert seen == {"notebook": "n.ipynb", "parameters": {"depths": [0, 4], "label": "x"}, "timeout": 9}
-    assert capsys.readouterr().out == f"{tmp_path / 'page.html'}\n"
+    assert capsys.readouterr() == (f"{tmp_path / 'page.html'}\n", "")
     assert main(["report", "n.ipynb", "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == {"report": str(tmp_path / "page.html"), "parameters": {}}

@@ -155,6 +155,7 @@ class SweepResult:
             f"{row.exclude_label} · {row.quant_policy} · T {row.temperature:g} · depth {row.depth}: {row.error}"
             for row in self.failed
         ]
+        errors = list(dict.fromkeys(errors))  # two labels can share a point, and its failure
         checkpoints = dict.fromkeys(row.checkpoint for row in self.rows)
         tokens = dict.fromkeys(
             f"{row.n_prompts} prompt{'s' if row.n_prompts > 1 else ''} × {row.max_new_tokens} tokens"

@@ -121,9 +121,10 @@ def test_conclusion_stops_where_a_draft_no_longer_pays():
 
 def test_conclusion_says_when_chance_explains_a_difference():
     few = rows(depths=(0, 2), policies=("none", "int8"), excludes=("published",))
-    assert "too small to tell from chance" in repr(Conclusion(few))
+    assert "(within chance)" in repr(Conclusion(few))
     many = [row(depth, policy, rounds=100_000) for policy in ("none", "int4") for depth in (0, 2)]
     assert "chance" not in repr(Conclusion(many))
+    assert repr(Conclusion(few)).count("Within chance:") == 1
 
 
 def test_conclusion_of_nothing():

@@ -48,6 +48,8 @@ class Conclusion:
             reference = (first["exclude_label"], first["policy_label"])
         self.reference = reference
         self.sentences = [sentence for sentence in (self._depth(), self._cache(), self._exclusions()) if sentence]
+        if any("(within chance)" in sentence for sentence in self.sentences):
+            self.sentences.append("Within chance: so few rounds cannot tell it from no change; more prompts can.")
 
     def _line(self, exclude: str, policy: str) -> dict[int, Record]:
         return {
@@ -128,7 +130,7 @@ def _change(other: Record, base: Record) -> str:
         return "±0.00"
     within = abs(change) < 1.96 * math.hypot(length_error(other), length_error(base))
     text = f"{change:+.2f}".replace("-", "−")
-    return f"{text} (too small to tell from chance here)" if within else text
+    return f"{text} (within chance)" if within else text
 
 
 def _weights_words(record: Record) -> str:

@@ -56,7 +56,9 @@ class RoundsView:
             bar = '<span aria-hidden="true" style="opacity:.55">│</span>' if at in self.starts else ""
             title = "accepted draft" if kind == "draft" else "given by the target"
             # bdi: a piece written from right to left must not turn its neighbours around
-            spans.append(f'{bar}<bdi title="{title}" style="{marks[kind]}">{escape(piece)}</bdi>')
+            spans.append(
+                f'{bar}<bdi title="{title}" style="{marks[kind]}">{escape(piece).replace(chr(10), "↵" + chr(10))}</bdi>'
+            )
         return (
             "<div style=\"font:14px/2 ui-monospace,'DejaVu Sans Mono',monospace;white-space:pre-wrap\">"
             f'<bdi style="opacity:.65">{escape(self.prompt)}</bdi>{"".join(spans)} …</div>'

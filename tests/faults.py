@@ -7,6 +7,7 @@ import dataclasses
 import torch
 
 from mtplab.models import Model
+from mtplab.models.norm import RMSNorm
 from mtplab.models.qwen3_5 import Head
 from mtplab.quant.block import ScaledTensor, quantize_block
 from mtplab.quant.linear import LinearWeight, PackedLinear
@@ -19,8 +20,8 @@ def with_draft(model: Model, **changes) -> Model:
 
 def _fc(model: Model, change) -> Model:
     with torch.inference_mode():
-        (member,) = model.draft.fc.members
-        weight = LinearWeight(member.name, change(member.dense(torch.float32)), member.rounded)
+        fc = model.draft.fc
+        weight = LinearWeight("mtp.fc", change(fc.weights()[0]), fc.rounded[0])
         return with_draft(model, fc=PackedLinear([weight], model.dtype, model.device))
 
 
@@ -41,18 +42,14 @@ def fc_as_fp8_without_a_scale(model: Model) -> Model:
 
 def norms_without_one(model: Model) -> Model:
     """The head's RMSNorms multiply by w instead of 1+w."""
+
+    def without(module, *names: str):
+        norms = {name: getattr(module, name) for name in names}
+        return {name: RMSNorm(norm.weight - 1, norm.eps) for name, norm in norms.items()}
+
     head: Head = model.draft
-    with torch.inference_mode():
-        layer = dataclasses.replace(
-            head.layer, input_norm=head.layer.input_norm - 1, post_norm=head.layer.post_norm - 1
-        )
-        return with_draft(
-            model,
-            norm_embedding=head.norm_embedding - 1,
-            norm_hidden=head.norm_hidden - 1,
-            norm=head.norm - 1,
-            layer=layer,
-        )
+    layer = dataclasses.replace(head.layer, **without(head.layer, "input_norm", "post_norm"))
+    return with_draft(model, layer=layer, **without(head, "norm_embedding", "norm_hidden", "norm"))
 
 
 FAULTS = {

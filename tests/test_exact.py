@@ -10,13 +10,15 @@ from mtplab import load_model
 from mtplab.kernels.fp8_reference import round_activation
 from mtplab.models.attend import KEY_BLOCK, attend, attention_bias
 from mtplab.models.delta_rule import CHUNK, delta_rule_chunked, delta_rule_step
-from mtplab.models.layers import pad_rows, rms_norm
+from mtplab.models.layers import pad_rows
+from mtplab.models.norm import RMSNorm
 from mtplab.models.passes import PassMaker
 from mtplab.quant.kv_codec import CODECS
 from mtplab.quant.linear import LinearWeight, PackedLinear
 from mtplab.quant.policy import resolve_policy
 
-ROWS = list(range(1, 129))
+ROWS = range(1, 129)
+SOME_ROWS = (1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 33, 64, 100, 127, 128)
 
 
 @pytest.fixture(params=[1, 2], ids=["1 thread", "2 threads"], autouse=True)
@@ -30,7 +32,8 @@ def threads(request):
 def rows_agree(operator, x: torch.Tensor) -> None:
     """operator(x[:m]) equals the first m rows of operator(x), for every m."""
     whole = operator(x)
-    for m in ROWS:
+    # two threads on a shared machine spend their time waiting for each other
+    for m in ROWS if torch.get_num_threads() == 1 else SOME_ROWS:
         assert torch.equal(operator(x[:m]), whole[:m]), f"{m} rows"
 
 
@@ -54,7 +57,7 @@ def test_linear_rows(k, n, rounded):
 def test_elementwise_and_norm_rows(k):
     x = torch.randn(2048, k) * 4
     weight = torch.randn(k)
-    rows_agree(lambda x: rms_norm(x, weight, 1e-6), x)
+    rows_agree(RMSNorm(weight, 1e-6), x)
     rows_agree(padded(lambda x: F.silu(x)), x)
     rows_agree(lambda x: round_activation(x).abs(), x)  # the sign of a zero may differ
 

@@ -9,6 +9,7 @@ import torch
 
 from faults import FAULTS, with_draft
 from mtplab import generate, load_model
+from mtplab.models.norm import RMSNorm
 
 PROMPTS = [
     "def main(argv):\n    import os",
@@ -41,8 +42,10 @@ def test_hidden_stage_is_one_call_apart(healthy, stage):
     the head normalises what it reads, and even weights make both stages alike."""
     model, _ = healthy
     uneven = 2.0 ** torch.linspace(-6, 6, model.config.hidden_size)
-    model = with_draft(model, norm=model.draft.norm * uneven.roll(7))
-    model = dataclasses.replace(model, target=dataclasses.replace(model.target, norm=model.target.norm * uneven))
+    mine, theirs = model.draft.norm, model.target.norm
+    model = with_draft(model, norm=RMSNorm(mine.weight * uneven.roll(7), mine.eps))
+    target = dataclasses.replace(model.target, norm=RMSNorm(theirs.weight * uneven, theirs.eps))
+    model = dataclasses.replace(model, target=target)
     after, before = (
         generate(model, PROMPTS, depth=3, max_new_tokens=24, **{stage: value}) for value in ("post_norm", "pre_norm")
     )

@@ -119,10 +119,12 @@ def test_cache_reads_what_it_stores(policy):
     stored = codec.decode(cache.codes, cache.meta, torch.float32)
     written = torch.zeros(b, capacity, dtype=torch.bool)
     written[torch.arange(b)[:, None], positions] = True
-    assert torch.equal(stored.permute(0, 1, 3, 2, 4)[:, written], cache.values.permute(0, 1, 3, 2, 4)[:, written])
-    assert (cache.values.permute(0, 1, 3, 2, 4)[:, ~written] == 0).all(), "nothing is written elsewhere"
+    stored, values = (x.permute(0, 1, 3, 2, 4) for x in (stored, cache.values))
+    assert torch.equal(stored[:, written], values[:, written])
+    assert (values[:, ~written] == 0).all(), "nothing is written elsewhere"
     cache.select(torch.tensor([2, 0]))
-    assert torch.equal(cache.read(capacity)[0][0, :, 9], codec.decode(*codec.encode(k[2, 0], BF16), torch.float32))
+    expected = codec.decode(*codec.encode(k[2, 0], BF16), torch.float32)
+    assert torch.equal(cache.read(capacity)[0][0, :, 9], expected)
 
 
 def test_bytes_per_token():

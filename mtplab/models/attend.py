@@ -51,7 +51,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, exact: bool) ->
 
 
 def attention_bias(positions: Tensor, keys: Tensor, group: int, dtype: torch.dtype) -> Tensor:
-    """What is added to the scores of one KV head's query rows [b, group·t, L]: 0 up to the query's position, −inf after.
+    """What is added to the scores of a KV head's query rows [b, group·t, L]: 0 up to the query's position, −inf after.
 
     positions [b, t]; keys [L] (0, 1, …); `group` query heads share a KV head, each with its t queries side by side.
     """

@@ -14,15 +14,12 @@ from mtplab.models.attend import attend
 from mtplab.models.cache import DeltaState, KVCache
 from mtplab.models.config import ModelConfig
 from mtplab.models.delta_rule import delta_rule_chunked, delta_rule_step
+from mtplab.models.norm import RMSNorm
 from mtplab.models.passes import Pass
 from mtplab.quant.linear import PackedLinear
 
-
-def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
-    """x / rms(x) · weight over the last dimension, worked in float32 whatever the dtype of x."""
-    if x.dtype == torch.float32:
-        return F.rms_norm(x, x.shape[-1:], weight, eps)
-    return F.rms_norm(x.float(), x.shape[-1:], weight, eps).to(x.dtype)
+# under the root of q's and k's norm (transformers' l2norm and flash-linear-attention's)
+L2_EPS = 1e-6
 
 
 def pad_rows(x: Tensor, rows: int) -> Tensor:
@@ -45,18 +42,18 @@ class Attention:
     """Gated full attention: per-head (1+w) norms of q and k, partial rotary, output times sigmoid(gate).
 
     `qkv` members: q_proj [h·2·d, hidden] (each head's query and gate side by side), k_proj, v_proj [h_kv·d, hidden].
-    `norm_weight` [h + h_kv, d] holds 1+w of q_norm, times d^-½, and of k_norm, head by head.
+    The weight of `qk_norm` [h + h_kv, d] holds 1+w of q_norm, times d^-½, and of k_norm, head by head.
     """
 
-    def __init__(self, config: ModelConfig, qkv: PackedLinear, out: PackedLinear, norm_weight: Tensor):
-        self.config, self.qkv, self.out, self.norm_weight = config, qkv, out, norm_weight
+    def __init__(self, config: ModelConfig, qkv: PackedLinear, out: PackedLinear, qk_norm: RMSNorm):
+        self.config, self.qkv, self.out, self.qk_norm = config, qkv, out, qk_norm
 
     def __call__(self, residual: Tensor, x: Tensor, run: Pass, cache: KVCache) -> Tensor:
         c, b, t = self.config, run.batch, run.tokens
         qg, k, v = self.qkv(x)
         q, gate = qg[: run.rows].view(b, t, c.num_heads, 2 * c.head_dim).chunk(2, dim=-1)
         qk = torch.cat([q, k[: run.rows].view(b, t, c.num_kv_heads, c.head_dim)], dim=2)
-        qk = rms_norm(qk, None, c.rms_norm_eps).mul_(self.norm_weight)
+        qk = self.qk_norm(qk)
         turned = qk[..., : c.rotary_dim]
         swapped = turned.roll(c.rotary_dim // 2, dims=-1)
         turned.mul_(run.cos).add_(swapped.mul_(run.sin))
@@ -72,8 +69,8 @@ class GatedDelta:
     """The gated-delta-rule mixer: one projection, a short convolution, the recurrence, a gated norm.
 
     `inputs` members: in_proj_qkv [conv_dim, hidden], in_proj_z [value_dim, hidden], in_proj_b and in_proj_a
-    [v_heads, hidden]. conv_weight [kernel, conv_dim]; minus_a = −exp(A_log) and dt_bias [v_heads] float32; norm_weight [dv] (this norm's
-    weight is plain, not 1+w).
+    [v_heads, hidden]. conv_weight [kernel, conv_dim]; minus_a = −exp(A_log) and dt_bias [v_heads] float32; `norm` over
+    dv, whose weight is plain, not 1+w.
     """
 
     def __init__(
@@ -84,15 +81,15 @@ class GatedDelta:
         conv_weight: Tensor,
         minus_a: Tensor,
         dt_bias: Tensor,
-        norm_weight: Tensor,
+        norm: RMSNorm,
     ):
         self.config, self.inputs, self.out = config, inputs, out
-        self.conv_weight, self.minus_a, self.dt_bias, self.norm_weight = conv_weight, minus_a, dt_bias, norm_weight
+        self.conv_weight, self.minus_a, self.dt_bias, self.norm = conv_weight, minus_a, dt_bias, norm
+        # x / √(Σx² + ε), as the delta rule's kernels normalise q and k, with q times dk^-½
         dk = config.linear_k_dim
-        # q and k are l2-normalised, q also scaled by dk^-½; x·rsqrt(Σx² + ε) = rms_norm(x, ε/dk)·dk^-½
-        scale = torch.full((2, 1, 1), dk**-0.5, dtype=torch.float32, device=minus_a.device)
-        scale[0] /= dk**0.5
-        self._qk_scale = scale
+        size = torch.full((2, 1, dk), dk**-0.5, device=minus_a.device)
+        size[0] /= dk**0.5
+        self._qk_norm = RMSNorm(size, L2_EPS / dk)
 
     def __call__(self, residual: Tensor, x: Tensor, run: Pass, state: DeltaState) -> Tensor:
         c, b, t = self.config, run.batch, run.tokens
@@ -105,7 +102,7 @@ class GatedDelta:
         mix = self._decode if run.valid is None else self._prompt
         out = mix(q, k, v, log_decay, beta, window, run, state)
         # out [b, t, v_heads, dv]
-        out = rms_norm(out, self.norm_weight, c.rms_norm_eps).to(x.dtype).reshape(run.rows, -1)
+        out = self.norm(out).to(x.dtype).reshape(run.rows, -1)
         return self.out.add_to(residual, pad_rows(out, run.padded) * F.silu(z))
 
     def _convolve(self, window: Tensor, t: int) -> Tensor:
@@ -120,7 +117,7 @@ class GatedDelta:
         b, t, _ = mixed.shape
         qk, v = mixed.float().split([2 * c.key_dim, c.value_dim], dim=-1)
         qk = qk.reshape(b, t, 2, c.linear_k_heads, c.linear_k_dim)
-        qk = rms_norm(qk, None, 1e-6 / c.linear_k_dim).mul_(self._qk_scale)
+        qk = self._qk_norm(qk)
         # each key head serves consecutive value heads
         shape = (2, t, b, c.linear_k_heads, c.linear_v_heads // c.linear_k_heads, c.linear_k_dim)
         q, k = qk.permute(2, 1, 0, 3, 4).unsqueeze(-2).expand(shape).reshape(2, t, b, c.linear_v_heads, -1)

@@ -44,7 +44,7 @@ class Parameters:
         self._expect(name, shape)
         return self.checkpoint.dequantize(name).to(dtype or self.dtype).to(self.device)
 
-    def offset_norm(self, name: str, size: int) -> Tensor:
+    def one_plus(self, name: str, size: int) -> Tensor:
         """1 + w of a zero-centred RMSNorm [size], in float32: 1 + w does not fit BF16's mantissa."""
         return 1.0 + self.vector(name, (size,), torch.float32)
 
@@ -65,7 +65,8 @@ class Parameters:
         elif decided.scale is not None:
             value = ScaledTensor(*self.checkpoint.scaled(name))
         else:
-            value = quantize_block(self.checkpoint.dequantize(name))
+            file = self.checkpoint.tensors[name].file
+            value = quantize_block(self.checkpoint.dequantize(name), name=f"{file}: {name}")
         return LinearWeight(module, value, rounded=decided.activation == "fp8" and self.activation_rounding)
 
     def _expect(self, name: str, shape: tuple[int, ...]) -> None:

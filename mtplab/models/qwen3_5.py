@@ -15,7 +15,8 @@ from torch import Tensor
 
 from mtplab.models.cache import DeltaState, KVCache
 from mtplab.models.config import ModelConfig
-from mtplab.models.layers import MLP, Attention, GatedDelta, pad_rows, rms_norm
+from mtplab.models.layers import MLP, Attention, GatedDelta, pad_rows
+from mtplab.models.norm import RMSNorm
 from mtplab.models.parameters import Parameters
 from mtplab.models.passes import Pass
 from mtplab.quant.linear import PackedLinear
@@ -25,17 +26,16 @@ Cache = KVCache | DeltaState
 
 @dataclass
 class DecoderLayer:
-    """norm → mixer → residual, norm → MLP → residual. Norm weights are 1+w, [hidden]."""
+    """norm → mixer → residual, norm → MLP → residual."""
 
-    input_norm: Tensor
+    input_norm: RMSNorm
     mixer: Attention | GatedDelta
-    post_norm: Tensor
+    post_norm: RMSNorm
     mlp: MLP
-    eps: float
 
     def __call__(self, x: Tensor, run: Pass, cache: Cache) -> Tensor:
-        x = self.mixer(x, rms_norm(x, self.input_norm, self.eps), run, cache)
-        return self.mlp(x, rms_norm(x, self.post_norm, self.eps))
+        x = self.mixer(x, self.input_norm(x), run, cache)
+        return self.mlp(x, self.post_norm(x))
 
 
 @dataclass
@@ -45,7 +45,7 @@ class Target:
     config: ModelConfig
     embedding: Tensor  # [v, hidden]
     layers: list[DecoderLayer]
-    norm: Tensor  # 1+w, [hidden]
+    norm: RMSNorm
     head: PackedLinear  # [v, hidden]
 
     def __call__(self, tokens: Tensor, run: Pass, caches: list[Cache]) -> Tensor:
@@ -57,7 +57,7 @@ class Target:
 
     def normed(self, hidden: Tensor) -> Tensor:
         """The final norm: what the vocabulary head reads, and the MTP head by default."""
-        return rms_norm(hidden, self.norm, self.config.rms_norm_eps)
+        return self.norm(hidden)
 
     def logits(self, normed: Tensor) -> Tensor:
         """[m, hidden] after the final norm → [m, v]."""
@@ -69,21 +69,20 @@ class Head:
     """The MTP head: one layer, used again for every depth."""
 
     config: ModelConfig
-    norm_embedding: Tensor  # 1+w
-    norm_hidden: Tensor  # 1+w
+    norm_embedding: RMSNorm
+    norm_hidden: RMSNorm
     fc: PackedLinear  # [hidden, 2·hidden], the embedding's half first
     layer: DecoderLayer
-    norm: Tensor  # 1+w
+    norm: RMSNorm
 
     def __call__(self, embedded: Tensor, hidden: Tensor, run: Pass, cache: KVCache) -> Tensor:
         """embedded, hidden [padded rows, hidden] → the head's own hidden, before `norm`."""
-        eps = self.config.rms_norm_eps
-        both = torch.cat([rms_norm(embedded, self.norm_embedding, eps), rms_norm(hidden, self.norm_hidden, eps)], -1)
+        both = torch.cat([self.norm_embedding(embedded), self.norm_hidden(hidden)], dim=-1)
         return self.layer(self.fc(both)[0], run, cache)
 
     def normed(self, hidden: Tensor) -> Tensor:
         """mtp.norm: what the shared vocabulary head reads, and the next depth by default."""
-        return rms_norm(hidden, self.norm, self.config.rms_norm_eps)
+        return self.norm(hidden)
 
 
 def build_target(config: ModelConfig, p: Parameters) -> Target:
@@ -95,7 +94,7 @@ def build_target(config: ModelConfig, p: Parameters) -> Target:
     else:
         head = p.linear([("lm_head", c.vocab_size)], c.hidden_size)
     layers = [_layer(c, p, f"{root}layers.{i}.", kind) for i, kind in enumerate(c.layer_types)]
-    return Target(c, embedding, layers, p.offset_norm(f"{root}norm.weight", c.hidden_size), head)
+    return Target(c, embedding, layers, _norm(c, p, f"{root}norm.weight"), head)
 
 
 def build_head(config: ModelConfig, p: Parameters) -> Head | None:
@@ -105,38 +104,42 @@ def build_head(config: ModelConfig, p: Parameters) -> Head | None:
         return None
     return Head(
         c,
-        p.offset_norm("mtp.pre_fc_norm_embedding.weight", c.hidden_size),
-        p.offset_norm("mtp.pre_fc_norm_hidden.weight", c.hidden_size),
+        _norm(c, p, "mtp.pre_fc_norm_embedding.weight"),
+        _norm(c, p, "mtp.pre_fc_norm_hidden.weight"),
         p.linear([("mtp.fc", c.hidden_size)], 2 * c.hidden_size),
         _layer(c, p, "mtp.layers.0.", "full_attention"),
-        p.offset_norm("mtp.norm.weight", c.hidden_size),
+        _norm(c, p, "mtp.norm.weight"),
     )
+
+
+def _norm(c: ModelConfig, p: Parameters, name: str) -> RMSNorm:
+    """A norm over the hidden size, which Qwen3.5 stores zero-centred."""
+    return RMSNorm(p.one_plus(name, c.hidden_size), c.rms_norm_eps)
 
 
 def _layer(c: ModelConfig, p: Parameters, at: str, kind: str) -> DecoderLayer:
     mixer = _attention(c, p, f"{at}self_attn.") if kind == "full_attention" else _delta(c, p, f"{at}linear_attn.")
     mlp = f"{at}mlp."
     return DecoderLayer(
-        p.offset_norm(f"{at}input_layernorm.weight", c.hidden_size),
+        _norm(c, p, f"{at}input_layernorm.weight"),
         mixer,
-        p.offset_norm(f"{at}post_attention_layernorm.weight", c.hidden_size),
+        _norm(c, p, f"{at}post_attention_layernorm.weight"),
         MLP(
             p.linear([(f"{mlp}gate_proj", c.intermediate_size), (f"{mlp}up_proj", c.intermediate_size)], c.hidden_size),
             p.linear([(f"{mlp}down_proj", c.hidden_size)], c.intermediate_size),
         ),
-        c.rms_norm_eps,
     )
 
 
 def _attention(c: ModelConfig, p: Parameters, at: str) -> Attention:
     q, kv = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
-    q_norm = p.offset_norm(f"{at}q_norm.weight", c.head_dim) * c.head_dim**-0.5
-    k_norm = p.offset_norm(f"{at}k_norm.weight", c.head_dim)
+    q_norm = p.one_plus(f"{at}q_norm.weight", c.head_dim) * c.head_dim**-0.5
+    k_norm = p.one_plus(f"{at}k_norm.weight", c.head_dim)
     return Attention(
         c,
         p.linear([(f"{at}q_proj", 2 * q), (f"{at}k_proj", kv), (f"{at}v_proj", kv)], c.hidden_size),
         p.linear([(f"{at}o_proj", c.hidden_size)], q),
-        torch.cat([q_norm.expand(c.num_heads, -1), k_norm.expand(c.num_kv_heads, -1)]).to(p.dtype),
+        RMSNorm(torch.cat([q_norm.expand(c.num_heads, -1), k_norm.expand(c.num_kv_heads, -1)]), c.rms_norm_eps),
     )
 
 
@@ -155,5 +158,5 @@ def _delta(c: ModelConfig, p: Parameters, at: str) -> GatedDelta:
         conv.squeeze(1).t().contiguous(),
         -p.vector(f"{at}A_log", (c.linear_v_heads,), torch.float32).exp(),
         p.vector(f"{at}dt_bias", (c.linear_v_heads,), torch.float32),
-        p.vector(f"{at}norm.weight", (c.linear_v_dim,), torch.float32),
+        RMSNorm(p.vector(f"{at}norm.weight", (c.linear_v_dim,), torch.float32), c.rms_norm_eps),
     )

@@ -1,19 +1,20 @@
 """Linear layers that share one input: their weights side by side, with W8A8 activation rounding where asked.
 
 Knows nothing of checkpoints or layers. On a CPU weights are dequantised once, at load; on a GPU they stay FP8 in memory
-and are dequantised by the product.
+(`products.py`).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from mtplab.kernels.fp8_reference import round_activation
 from mtplab.quant.block import ScaledTensor
+from mtplab.quant.products import Product, make_product
 
 ACTIVATION_GROUP = 128
 
@@ -26,67 +27,62 @@ class LinearWeight:
     value: Tensor | ScaledTensor
     rounded: bool
 
-    @property
-    def out_features(self) -> int:
-        """n, the number of output features."""
-        return (self.value.data if isinstance(self.value, ScaledTensor) else self.value).shape[0]
 
-    def dense(self, dtype: torch.dtype) -> Tensor:
-        """The weight's values [n, k] in `dtype`."""
-        return self.value.dequantize(dtype) if isinstance(self.value, ScaledTensor) else self.value.to(dtype)
+@dataclass(frozen=True)
+class _Part:
+    """Members with the same treatment: one rounding (or none) and one product."""
+
+    rounded: bool
+    members: tuple[int, ...]
+    sizes: tuple[int, ...]
+    product: Product
 
 
 class PackedLinear:
     """Several weights applied to one input with as few products as their treatment allows.
 
     Members whose input is rounded share one rounding and one GEMM, the others one more; `__call__` returns the
-    members' outputs in the order given.
+    members' outputs in the order given. Only the products hold weights, so nothing is in memory twice.
     """
 
-    def __init__(self, members: list[LinearWeight], dtype: torch.dtype, device: torch.device):
-        self.dtype = dtype
-        kept = list(members)
-        self._parts: list[tuple[bool, list[int], Tensor | tuple[Tensor | ScaledTensor, ...], list[int]]] = []
+    def __init__(self, weights: list[LinearWeight], dtype: torch.dtype, device: torch.device):
+        self.names = tuple(w.name for w in weights)
+        self.rounded = tuple(w.rounded for w in weights)
+        self._parts: list[_Part] = []
         for rounded in (True, False):
-            chosen = [i for i, m in enumerate(members) if m.rounded is rounded]
-            if not chosen:
-                continue
-            sizes = [members[i].out_features for i in chosen]
-            if device.type == "cpu":
-                weight = torch.cat([members[i].dense(dtype) for i in chosen])
-                values = weight.split(sizes)
-            else:
-                weight = values = tuple(members[i].value.to(device) for i in chosen)
-            for i, value in zip(chosen, values, strict=True):
-                kept[i] = replace(members[i], value=value)
-            self._parts.append((rounded, chosen, weight, sizes))
-        # the members as they are held: views of the packed weight, so that nothing is kept twice
-        self.members = tuple(kept)
-
-    def _products(self, x: Tensor):
-        for rounded, chosen, weight, sizes in self._parts:
-            # the rounding is worked in float32 and comes back in the dtype of x
-            inputs = round_activation(x, ACTIVATION_GROUP).to(x.dtype) if rounded else x
-            yield inputs, chosen, weight, sizes
+            chosen = tuple(i for i, w in enumerate(weights) if w.rounded is rounded)
+            if chosen:
+                sizes = tuple(weights[i].value.shape[0] for i in chosen)
+                product = make_product([weights[i].value for i in chosen], dtype, device)
+                self._parts.append(_Part(rounded, chosen, sizes, product))
 
     def __call__(self, x: Tensor) -> tuple[Tensor, ...]:
         """x [m, k] → one tensor [m, n_i] per member."""
-        outs: list[Tensor | None] = [None] * len(self.members)
-        for inputs, chosen, weight, sizes in self._products(x):
-            if isinstance(weight, Tensor):
-                parts = F.linear(inputs, weight).split(sizes, dim=-1) if len(sizes) > 1 else [F.linear(inputs, weight)]
-            else:
-                parts = [F.linear(inputs, _dense(w, self.dtype)) for w in weight]
-            for i, part in zip(chosen, parts, strict=True):
-                outs[i] = part
-        return tuple(outs)
+        if len(self._parts) == 1:  # every member alike: their order is the weight's
+            (part,) = self._parts
+            out = part.product(_input(x, part.rounded))
+            return out.split(part.sizes, dim=-1) if len(part.sizes) > 1 else (out,)
+        found = dict(self._outputs(x))
+        return tuple(found[i] for i in range(len(self.names)))
 
     def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
         """residual [m, n] + the only member's product, in one operator."""
-        ((inputs, _, weight, _),) = self._products(x)
-        dense = weight if isinstance(weight, Tensor) else _dense(weight[0], self.dtype)
-        return torch.addmm(residual, inputs, dense.t())
+        (part,) = self._parts
+        return part.product.add_to(residual, _input(x, part.rounded))
+
+    def weights(self) -> list[Tensor]:
+        """Each member's values [n_i, k], dequantised, in the compute dtype."""
+        found: dict[int, Tensor] = {}
+        for part in self._parts:
+            found |= dict(zip(part.members, part.product.dense().split(part.sizes), strict=True))
+        return [found[i] for i in range(len(self.names))]
+
+    def _outputs(self, x: Tensor) -> Iterator[tuple[int, Tensor]]:
+        for part in self._parts:
+            out = part.product(_input(x, part.rounded))
+            yield from zip(part.members, out.split(part.sizes, dim=-1), strict=True)
 
 
-def _dense(weight: Tensor | ScaledTensor, dtype: torch.dtype) -> Tensor:
-    return weight.dequantize(dtype) if isinstance(weight, ScaledTensor) else weight.to(dtype)
+def _input(x: Tensor, rounded: bool) -> Tensor:
+    # the rounding is worked in float32 and comes back in the dtype of x
+    return round_activation(x, ACTIVATION_GROUP).to(x.dtype) if rounded else x

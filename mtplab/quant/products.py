@@ -1,0 +1,98 @@
+"""One matrix product x · wᵀ with a weight held the way its device likes best.
+
+Knows nothing of names, activations or what the product is for.
+
+On a CPU in float32 the weight is packed once for oneDNN (what torch.compile's CPU backend does when it freezes a
+model). For 2 to 32 rows this halves the time of `F.linear` on the bundled model's shapes, and a row's result does not
+depend on how many rows are beside it (LOG.md, 2026-11-30); both are what speculative decoding needs. Elsewhere, and
+where a torch build has no oneDNN, the weight stays as it is.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from mtplab.quant.block import ScaledTensor
+
+# rows that the packing is optimised for; every number of rows is served
+_PACK_ROWS = 8
+
+
+class Product(Protocol):
+    """x [m, k] → x · wᵀ [m, n]."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """The product."""
+
+    def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
+        """residual [m, n] + the product."""
+
+    def dense(self) -> Tensor:
+        """The weight's values [n, k]."""
+
+
+class PackedProduct:
+    """float32 on a CPU: weight [n, k] in oneDNN's own layout, no other copy kept."""
+
+    def __init__(self, weight: Tensor):
+        self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _PACK_ROWS)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return torch.ops.mkldnn._linear_pointwise(x, self._packed, None, "none", [], "")
+
+    def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
+        return torch.ops.mkldnn._linear_pointwise.binary(x, residual, self._packed, None, "add")
+
+    def dense(self) -> Tensor:
+        return self._packed.to_dense()
+
+
+class DenseProduct:
+    """Any device and dtype: weight [n, k] as torch keeps it."""
+
+    def __init__(self, weight: Tensor):
+        self._weight = weight
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return F.linear(x, self._weight)
+
+    def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
+        return torch.addmm(residual, x, self._weight.t())
+
+    def dense(self) -> Tensor:
+        return self._weight
+
+
+class Fp8Product:
+    """FP8 in memory, dequantised by every product: what a GPU uses until a kernel multiplies the codes themselves."""
+
+    def __init__(self, weights: list[ScaledTensor], dtype: torch.dtype):
+        self._weights, self._dtype = weights, dtype
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.dense())
+
+    def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
+        return torch.addmm(residual, x, self.dense().t())
+
+    def dense(self) -> Tensor:
+        return torch.cat([w.dequantize(self._dtype) for w in self._weights])
+
+
+def make_product(weights: list[Tensor | ScaledTensor], dtype: torch.dtype, device: torch.device) -> Product:
+    """The product with these weights one below the other, computed in `dtype` on `device`."""
+    if device.type != "cpu" and all(isinstance(w, ScaledTensor) for w in weights):
+        return Fp8Product([w.to(device) for w in weights], dtype)
+    dense = [(w.dequantize(dtype) if isinstance(w, ScaledTensor) else w.to(dtype)).to(device) for w in weights]
+    weight = torch.cat(dense) if len(dense) > 1 else dense[0]
+    if device.type == "cpu" and dtype == torch.float32 and _packs():
+        return PackedProduct(weight)
+    return DenseProduct(weight)
+
+
+def _packs() -> bool:
+    return torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")

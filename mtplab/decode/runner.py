@@ -31,7 +31,7 @@ from mtplab.models.passes import Pass, PassMaker
 from mtplab.quant.policy import QuantPolicy
 
 # prompts are read in segments of this many tokens, so that attention scores stay small
-SEGMENT = 8 * CHUNK
+SEGMENT = 32 * CHUNK
 
 
 class Cancelled(Exception):
@@ -59,7 +59,7 @@ class Run:
         self.eos = frozenset() if sampling.ignore_eos else frozenset(model.config.eos_token_ids)
         longest = max(map(len, prompts))
         need = max(-(-longest // CHUNK) * CHUNK, longest + sampling.max_new_tokens + self.k + 1)
-        block = KEY_BLOCK if exact else CHUNK
+        block = KEY_BLOCK if exact else 64
         self.passes = PassMaker(model.config, -(-need // block) * block, model.dtype, self.device)
         self.state = RunState(model, len(prompts), self.passes.capacity, policy, draft_policy if self.k else None)
         self.prompts = prompts

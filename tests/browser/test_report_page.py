@@ -226,6 +226,17 @@ def test_the_page_fits_and_follows_the_scheme(visit, report, width, scheme):
     assert watched.complaints() == []
 
 
+def test_the_chart_has_its_size_on_paper_too(visit, report):
+    """A frame below the fold is laid out late; what was drawn before it had a size must not be printed."""
+    watched = visit(height=300)
+    watched.page.goto(report.as_uri())
+    frame = watched.page.frame_locator("iframe.mtplab-explorer")
+    frame.locator("path.dot").first.wait_for(state="attached")
+    assert watched.page.pdf().startswith(b"%PDF")
+    assert frame.locator("#chart").evaluate("e => e.viewBox.baseVal.width") > 500
+    assert watched.complaints() == []
+
+
 def test_contents_lead_to_their_sections(visit, report):
     watched = visit(height=500)
     watched.page.goto(report.as_uri())

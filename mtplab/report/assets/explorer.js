@@ -244,5 +244,8 @@
     setTimeout(() => URL.revokeObjectURL(link.href), 10000);
   });
   new ResizeObserver(draw).observe($("stage"));
+  // a frame below the fold is laid out late: on paper it must not show what was drawn before it had a size
+  addEventListener("beforeprint", draw);
+  matchMedia("print").addEventListener("change", draw);
   draw();
 })();

@@ -221,6 +221,17 @@ def test_fast_arithmetic_agrees_or_says_where(model):
     assert fast.tokens == exact.tokens
 
 
+@pytest.mark.slow
+def test_compiled_passes_agree(model):
+    """torch.compile reads whole buckets of the cache under a mask: the same tokens and, but for a near-tie, rounds."""
+    for depth in (0, 2):
+        eager = generate(model, PROMPTS[:1], depth=depth, max_new_tokens=40, exact=False)
+        compiled = generate(model, PROMPTS[:1], depth=depth, max_new_tokens=40, compile=True)
+        assert compiled.tokens == eager.tokens and compiled.stats == eager.stats
+    with pytest.raises(ConfigError, match="compile and exact are both true"):
+        generate(model, "x", compile=True, exact=True)
+
+
 def test_draft_inherits_the_targets_policy_and_can_differ(model):
     inherited = generate(model, PROMPTS[:1], depth=2, max_new_tokens=4, quant_policy="int8").memory
     assert (inherited["quant_policy"], inherited["draft_quant_policy"]) == ("int8", "int8")

@@ -38,6 +38,7 @@ def generate(
     target_hidden: str = "post_norm",
     draft_hidden: str = "post_norm",
     exact: bool | None = None,
+    compile: bool = False,
     ignore_eos: bool = False,
     max_batch: int = 64,
     on_round: Callable[[Progress], None] | None = None,
@@ -55,6 +56,8 @@ def generate(
         draft_sampling: "greedy" drafts are the draft's likeliest tokens at any temperature, "sampled" ones are drawn.
         target_hidden, draft_hidden: hidden states that the head reads and feeds back, "post_norm" or "pre_norm".
         exact: arithmetic whose rows do not depend on each other (the model's setting if None).
+        compile: run the passes through torch.compile: faster at batch 1, after some seconds for each new depth, batch
+            or 256 tokens of context; never exact.
         max_batch: prompts decoded at once.
         on_round: called after every batched round; cancel: an event that ends the run with Cancelled.
 
@@ -89,7 +92,9 @@ def generate(
         )
     if max_batch < 1:
         raise ConfigError(f"max_batch is {max_batch}; expected at least 1")
-    exact = model.engine.exact if exact is None else exact
+    if compile and exact:
+        raise ConfigError("compile and exact are both true; compiled arithmetic is not exact: choose one")
+    exact = model.engine.exact and not compile if exact is None else exact
     ids = token_ids(model, prompts)
 
     tokens, records, prefill_seconds = [], [], 0.0
@@ -98,7 +103,7 @@ def generate(
     with torch.inference_mode():
         for first in range(0, len(ids), max_batch):
             batch = ids[first : first + max_batch]
-            run = Run(model, batch, spec, sampling, policy, draft_policy, exact, first)
+            run = Run(model, batch, spec, sampling, policy, draft_policy, exact, first, compile)
             report = None
             if on_round is not None:
 

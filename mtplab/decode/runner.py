@@ -23,6 +23,7 @@ from mtplab.decode.random import Purpose, uniform
 from mtplab.decode.sampling import distribution, greedy, sample
 from mtplab.decode.state import RunState
 from mtplab.decode.stats import Progress, RoundRecord
+from mtplab.decode.steps import Steps
 from mtplab.models import Model
 from mtplab.models.attend import KEY_BLOCK
 from mtplab.models.delta_rule import CHUNK
@@ -52,16 +53,18 @@ class Run:
         draft_policy: QuantPolicy,
         exact: bool,
         first: int = 0,
+        compiled: bool = False,
     ):
-        self.model, self.spec, self.sampling, self.exact = model, spec, sampling, exact
+        self.model, self.spec, self.sampling, self.exact, self.compiled = model, spec, sampling, exact, compiled
         self.k = spec.depth
         self.device = model.device
         self.eos = frozenset() if sampling.ignore_eos else frozenset(model.config.eos_token_ids)
         longest = max(map(len, prompts))
         need = max(-(-longest // CHUNK) * CHUNK, longest + sampling.max_new_tokens + self.k + 1)
-        block = KEY_BLOCK if exact else 64
+        block = KEY_BLOCK if exact or compiled else 64
         self.passes = PassMaker(model.config, -(-need // block) * block, model.dtype, self.device)
-        self.state = RunState(model, len(prompts), self.passes.capacity, policy, draft_policy if self.k else None)
+        self.state = RunState(model, len(prompts), self.passes.capacity, policy, draft_policy, self.k)
+        self.steps = Steps(model, self.passes, self.state, exact, compiled)
         self.prompts = prompts
         self.tokens: list[list[int]] = [[] for _ in prompts]
         self.records: list[RoundRecord] = []
@@ -128,7 +131,8 @@ class Run:
         for start in range(0, t, SEGMENT):
             stop = min(start + SEGMENT, t)
             run = self.passes.make(torch.arange(start, stop, device=self.device).expand(b, -1), stop, self.exact)
-            self._draft_pass(following[:, start:stop], given[:, start:stop], run)
+            embedded = F.embedding(following[:, start:stop].flatten(), self.model.target.embedding)
+            self.model.draft(embedded, given[:, start:stop].flatten(0, 1), run, self.state.draft)
         # the last slot again, alone: its output starts the first chain
         rows, at = torch.arange(b, device=self.device), torch.from_numpy(self.lengths - 1).to(self.device)
         self._unread = given[rows, at][:, None], following[rows, at][:, None], self.lengths - 1, np.zeros(b, dtype=int)
@@ -136,60 +140,38 @@ class Run:
     def round(self) -> None:
         """Draft, verify, keep, roll back."""
         drafts, draft_probs = self._draft() if self.k else (self.last.new_zeros(len(self.live), 0), None)
-        b, k = drafts.shape
         start = self.lengths - 1
-        run = self.passes.make(self._positions(start, k + 1), int(start.max()) + k + 1, self.exact)
-        tokens = torch.cat([self.last[:, None], drafts], dim=1)
-        hidden = self.model.target(tokens, run, self.state.target)
-        normed = self.model.target.normed(hidden)
-        logits = self.model.target.logits(normed)[: run.rows].view(b, k + 1, -1)
+        hidden, normed, logits = self.steps.verify(torch.cat([self.last[:, None], drafts], dim=1), start)
         verdict = self._verdict(drafts, draft_probs, logits)
         accepted = verdict.accepted.cpu().numpy()
         same = bool((accepted == accepted[0]).all())
         self.state.commit(verdict.accepted + 1, int(accepted[0]) + 1 if same else None)
-        if k:
+        if self.k:
             given = normed if self.spec.target_hidden == "post_norm" else hidden
-            width = int(accepted.max()) + 1
-            given = given[: run.rows].view(b, k + 1, -1)[:, :width]
-            self._unread = given, verdict.tokens[:, :width], start, accepted
+            # a compiled pass keeps its shape: slots past the accepted ones are read too, and written again later
+            width = self.k + 1 if self.compiled else int(accepted.max()) + 1
+            self._unread = given[:, :width], verdict.tokens[:, :width], start, accepted
         self.batched_rounds += 1
         self._append(accepted, verdict.tokens.tolist())
 
     def _draft(self) -> tuple[Tensor, Tensor | None]:
         """k drafts per sequence [b, k], and the distributions they were drawn from [b, k, v] if they were drawn."""
-        given, tokens, start, at = self._unread
-        b, t = tokens.shape
-        run = self.passes.make(self._positions(start, t), int(start.max()) + t, self.exact)
-        hidden = self._draft_pass(tokens, given, run)
-        if t > 1:
-            rows = torch.arange(b, device=self.device)
-            hidden = hidden[: run.rows].view(b, t, -1)[rows, torch.from_numpy(at).to(self.device)]
-        drafts, probs = [], []
+        hidden, tokens, slots, at = self._unread
         # the last slot read is n−2: it drafts position n
-        slots = start + at
+        last_slot = slots + at
+        drafts, probs = [], []
         for step in range(self.k):
-            if step:
-                run = self.passes.make(self._positions(slots + step, 1), int(slots.max()) + step + 1, self.exact)
-                hidden = self._draft_pass(drafts[-1][:, None], hidden, run)
-            hidden = hidden[:b]
-            normed = self._padded(hidden)
-            normed = self.model.draft.normed(normed)
-            logits = self.model.target.logits(normed)[:b]
+            out, normed, logits = self.steps.draft(tokens, hidden, slots, at if tokens.shape[1] > 1 else None)
             if self.spec.draft_sampling == "sampled" and not self.sampling.greedy:
                 q = distribution(logits, self.sampling)
-                drafts.append(sample(q, self._uniform(slots[:, None] + 2 + step, Purpose.DRAFT)[:, 0]))
+                drafts.append(sample(q, self._uniform(last_slot[:, None] + 2 + step, Purpose.DRAFT)[:, 0]))
                 probs.append(q)
             else:
                 drafts.append(greedy(logits))
-            if self.spec.draft_hidden == "post_norm":
-                hidden = normed[:b]
+            # the next slot reads the head's own hidden and the token just drafted
+            hidden = (normed if self.spec.draft_hidden == "post_norm" else out)[:, None]
+            tokens, slots = drafts[-1][:, None], last_slot + step + 1
         return torch.stack(drafts, 1), torch.stack(probs, 1) if probs else None
-
-    def _draft_pass(self, tokens: Tensor, hidden: Tensor, run: Pass) -> Tensor:
-        """The head over tokens [b, t] and hidden [b, t, h] or [b·t, h] → its own hidden [padded rows, h]."""
-        embedded = pad_rows(F.embedding(tokens.flatten(), self.model.target.embedding), run.padded)
-        hidden = pad_rows(hidden.reshape(run.rows, -1), run.padded)
-        return self.model.draft(embedded, hidden, run, self.state.draft)
 
     def _verdict(self, drafts: Tensor, draft_probs: Tensor | None, logits: Tensor) -> Verdict:
         if self.sampling.greedy:
@@ -256,9 +238,6 @@ class Run:
 
     def _padded(self, x: Tensor) -> Tensor:
         return pad_rows(x, -(-x.shape[0] // 8) * 8) if self.exact else x
-
-    def _positions(self, start: np.ndarray, t: int) -> Tensor:
-        return torch.from_numpy(start[:, None] + np.arange(t)).to(self.device)
 
     def _uniform(self, positions: np.ndarray, purpose: Purpose) -> Tensor:
         prompts = np.array([self.first + i for i in self.live])

@@ -5,7 +5,6 @@ Knows nothing of tokens or acceptance: it is told how many tokens of the last pa
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from mtplab.models import Model
@@ -17,10 +16,15 @@ class RunState:
     """Caches of b sequences. Attention caches roll back by length: slots past a sequence's length are never attended
     before they are written again. Delta-rule states roll back by position (`DeltaState.commit`)."""
 
-    def __init__(self, model: Model, batch: int, capacity: int, policy: QuantPolicy, draft_policy: QuantPolicy | None):
-        self.capacity = capacity
+    def __init__(
+        self, model: Model, batch: int, capacity: int, policy: QuantPolicy, draft_policy: QuantPolicy, depth: int
+    ):
         self.target = model.target_caches(batch, capacity, policy)
-        self.draft = None if draft_policy is None else model.draft_cache(batch, capacity, draft_policy)
+        self.draft = model.draft_cache(batch, capacity, draft_policy) if depth else None
+        if depth:
+            for cache in self.target:
+                if isinstance(cache, DeltaState):
+                    cache.step_buffer(depth + 1)  # now, so that a compiled pass finds it there
 
     def commit(self, keep: Tensor, uniform: int | None) -> None:
         """Keep the first keep[i] tokens of the target's last pass for sequence i (`uniform` if all are equal)."""
@@ -53,8 +57,3 @@ def memory_account(model: Model, policy: QuantPolicy, draft_policy: QuantPolicy)
         + [model.kv_bytes_per_token(draft_policy, "draft") // c.mtp_layers] * c.mtp_layers,
         "state_bytes": model.state_bytes(),
     }
-
-
-def index(rows: list[int], device: torch.device) -> Tensor:
-    """An int64 index tensor."""
-    return torch.tensor(rows, dtype=torch.int64, device=device)

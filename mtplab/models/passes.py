@@ -69,7 +69,8 @@ class PassMaker:
         b, t = positions.shape
         length = key_length or min(padded_key_length(longest, exact), self.capacity)
         bias = None
-        if not (b == 1 and t == 1 and length == longest):
+        # a single query sees every slot that is read, unless whole buckets are
+        if not (b == 1 and t == 1 and length == longest and key_length is None):
             group = self.config.num_heads // self.config.num_kv_heads
             bias = attention_bias(positions, self._keys[:length], group, self._dtype)
         if self._base is None or self._base.shape[1] != b:

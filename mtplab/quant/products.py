@@ -18,6 +18,20 @@ from torch import Tensor
 
 from mtplab.quant.block import ScaledTensor
 
+_linear = torch.ops.mkldnn._linear_pointwise
+
+# the same operators under names of ours: torch.compile has a lowering of its own for oneDNN's, which wants constants
+_library = torch.library.Library("mtplab", "FRAGMENT")
+_library.define("packed_linear(Tensor x, Tensor packed, int n) -> Tensor")
+_library.define("packed_linear_add(Tensor x, Tensor residual, Tensor packed) -> Tensor")
+_every = "CompositeExplicitAutograd"
+_library.impl("packed_linear", lambda x, packed, n: _linear(x, packed, None, "none", [], ""), _every)
+_library.impl("packed_linear_add", lambda x, residual, packed: _linear.binary(x, residual, packed, None, "add"), _every)
+torch.library.register_fake("mtplab::packed_linear", lambda x, packed, n: x.new_empty(x.shape[0], n), lib=_library)
+torch.library.register_fake(
+    "mtplab::packed_linear_add", lambda x, residual, packed: torch.empty_like(residual), lib=_library
+)
+
 # rows that the packing is optimised for; every number of rows is served
 _PACK_ROWS = 8
 
@@ -39,13 +53,18 @@ class PackedProduct:
     """float32 on a CPU: weight [n, k] in oneDNN's own layout, no other copy kept."""
 
     def __init__(self, weight: Tensor):
+        self._out_features = weight.shape[0]
         self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _PACK_ROWS)
 
     def __call__(self, x: Tensor) -> Tensor:
-        return torch.ops.mkldnn._linear_pointwise(x, self._packed, None, "none", [], "")
+        if torch.compiler.is_compiling():
+            return torch.ops.mtplab.packed_linear(x, self._packed, self._out_features)
+        return _linear(x, self._packed, None, "none", [], "")
 
     def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
-        return torch.ops.mkldnn._linear_pointwise.binary(x, residual, self._packed, None, "add")
+        if torch.compiler.is_compiling():
+            return torch.ops.mtplab.packed_linear_add(x, residual, self._packed)
+        return _linear.binary(x, residual, self._packed, None, "add")
 
     def dense(self) -> Tensor:
         return self._packed.to_dense()

@@ -1,0 +1,94 @@
+"""The two passes a round is made of, as functions of tensors: eager, or compiled for a batch of fixed shape.
+
+Knows nothing of sequences, acceptance or rollback. torch.compile pays where per-operator overhead is the cost, at
+batch 1: it takes some seconds for each number of tokens a pass has (LOG.md). Compiled passes read whole buckets of the
+cache, so that a growing context does not compile again, and make no promise about the bits of a row.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from mtplab.decode.state import RunState
+from mtplab.models import Model
+from mtplab.models.attend import KEY_BLOCK
+from mtplab.models.layers import pad_rows
+from mtplab.models.passes import PassMaker
+
+# one code object serves every depth, batch and bucket
+_RECOMPILE_LIMIT = 128
+
+
+def verify_step(target, passes: PassMaker, tokens, positions, longest, exact, key_length, caches):
+    """The target over tokens [b, t] → hidden before and after the final norm [b, t, h], logits [b, t, v]."""
+    run = passes.make(positions, longest, exact, key_length=key_length)
+    hidden = target(tokens, run, caches)
+    normed = target.normed(hidden)
+    logits = target.logits(normed)
+    b, t = tokens.shape
+    return tuple(x[: run.rows].view(b, t, -1) for x in (hidden, normed, logits))
+
+
+def draft_step(target, head, passes: PassMaker, tokens, hidden, positions, at, longest, exact, key_length, kv):
+    """The head over tokens [b, t] and hidden [b, t, h]; of slot at[i] of sequence i (the only one if None): its hidden
+    before and after mtp.norm [b, h], and logits [b, v]."""
+    b, t = tokens.shape
+    run = passes.make(positions, longest, exact, key_length=key_length)
+    embedded = pad_rows(F.embedding(tokens.flatten(), target.embedding), run.padded)
+    out = head(embedded, pad_rows(hidden.reshape(run.rows, -1), run.padded), run, kv)[: run.rows]
+    if at is not None:
+        out = out.view(b, t, -1)[torch.arange(b, device=out.device), at]
+    rows = -(-b // 8) * 8 if exact else b
+    normed = head.normed(pad_rows(out, rows))
+    return out, normed[:b], target.logits(normed)[:b]
+
+
+@cache
+def _compiled(step):
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _RECOMPILE_LIMIT)
+    return torch.compile(step, dynamic=False)
+
+
+class Steps:
+    """The passes of one run."""
+
+    def __init__(self, model: Model, passes: PassMaker, state: RunState, exact: bool, compiled: bool):
+        self.model, self.passes, self.state, self.exact, self.compiled = model, passes, state, exact, compiled
+        self._verify = _compiled(verify_step) if compiled else verify_step
+        self._draft = _compiled(draft_step) if compiled else draft_step
+
+    def verify(self, tokens: Tensor, start: np.ndarray) -> tuple[Tensor, Tensor, Tensor]:
+        """`verify_step` with sequence i's tokens at positions start[i], start[i] + 1, …"""
+        positions, reach = self._where(start, tokens.shape[1])
+        return self._verify(self.model.target, self.passes, tokens, positions, *reach, self.state.target)
+
+    def draft(
+        self, tokens: Tensor, hidden: Tensor, start: np.ndarray, at: np.ndarray | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """`draft_step` with sequence i's slots at start[i], start[i] + 1, …"""
+        positions, reach = self._where(start, tokens.shape[1])
+        chosen = None if at is None else torch.from_numpy(at).to(tokens.device)
+        return self._draft(
+            self.model.target,
+            self.model.draft,
+            self.passes,
+            tokens,
+            hidden,
+            positions,
+            chosen,
+            *reach,
+            self.state.draft,
+        )
+
+    def _where(self, start: np.ndarray, t: int) -> tuple[Tensor, tuple[int, bool, int | None]]:
+        positions = torch.from_numpy(start[:, None] + np.arange(t)).to(self.model.device)
+        longest = int(start.max()) + t
+        if not self.compiled:
+            return positions, (longest, self.exact, None)
+        bucket = min(-(-longest // KEY_BLOCK) * KEY_BLOCK, self.passes.capacity)
+        return positions, (bucket, self.exact, bucket)

@@ -60,6 +60,19 @@ def test_exclusions_show_in_the_bytes(bundled, tmp_path):
     assert no_draft.draft_weight_bytes == stored.draft_weight_bytes
 
 
+def test_a_stored_fp8_checkpoint_says_what_excluding_cannot_do(bundled_fp8, tmp_path):
+    result = sweep(bundled_fp8, depths=[1], exclude=(None, "none", ["*.down_proj"]), results=tmp_path, **SETTINGS)
+    stored, nothing, excluded = result.rows
+    assert stored.remark is None
+    assert nothing.point == stored.point
+    count = sum(m.name.endswith(".down_proj") for m in open_checkpoint(bundled_fp8).plan().modules)
+    assert f"{count} excluded linear modules keep their FP8 weights" in excluded.remark
+    assert excluded.target_weight_bytes == stored.target_weight_bytes
+    assert f"*.down_proj: {excluded.remark}" in result.to_table()
+    # another sweep may call it something else: the remark belongs to the asking, not to the file
+    assert sweep(bundled_fp8, depths=[1], results=tmp_path, **SETTINGS).rows[0].remark is None
+
+
 def test_a_loaded_model_and_its_folder_are_one_point(bundled_fp8, tmp_path):
     from_folder = sweep(bundled_fp8, depths=[2], results=tmp_path, **SETTINGS)
     from_model = sweep(load_model(bundled_fp8), depths=[2], results=tmp_path, **SETTINGS)

@@ -134,6 +134,9 @@ def test_one_point_under_two_labels_is_run_once(checkpoint, tmp_path):
     assert [row.exclude for row in result] == [["published"], ["lm_head", "mtp.fc"]]
     assert len(fakes.calls(checkpoint.path, "generate")) == 1
     assert (result.computed, result.reused) == (1, 1)
+    said = "published and lm_head, mtp.fc: the same modules in FP8, hence one result"
+    assert said in result.to_table()
+    assert said in result._repr_html_()
 
 
 def test_the_export_is_derived(checkpoint, tmp_path):

@@ -116,6 +116,7 @@ def build_units(
         label = exclude_label(target_set, quantised)
         if draft_set is not None and draft_set != target_set:
             label += f" (draft: {exclude_label(draft_set, quantised)})"
+        remark = _remark(checkpoint, plan, target_set, draft_set)
         for (prompts, ids), degree, policy in itertools.product(encoded, temperatures, policies):
             for draft_policy in draft_policies or [policy]:
                 config = PointConfig(
@@ -148,6 +149,7 @@ def build_units(
                     exclude=_as_globs(target_set),
                     draft_exclude=_as_globs(draft_set),
                     prompt_set=prompts.label,
+                    remark=remark,
                 )
                 units.append(Unit(config, variant, labels, depths))
     return units
@@ -209,6 +211,22 @@ def _variant(checkpoint: Any, engine: EngineConfig, exclude: Any, draft_exclude:
     plan = checkpoint.plan(**{k: v for k, v in variant.arguments().items() if k in weights})
     key = f"{plan_digest(plan.modules)} {engine.device} {engine.dtype} {engine.activation_rounding} {engine.exact}"
     return replace(variant, key=key), plan
+
+
+def _remark(checkpoint: Any, plan: Any, *exclusions: Any) -> str | None:
+    """What an exclusion set cannot do on a checkpoint that is FP8 already."""
+    asked = any(exclusion not in (None, "published") for exclusion in exclusions)
+    if not asked or checkpoint.quantization is None:
+        return None
+    kept = sum(m.kind == "linear" and m.weight == "fp8" and m.activation == "none" for m in plan.modules)
+    return (
+        (
+            f"the checkpoint is stored in FP8: {kept} excluded linear modules keep their FP8 weights and only lose "
+            "activation rounding; start from the BF16 checkpoint to see what FP8 costs them"
+        )
+        if kept
+        else None
+    )
 
 
 def _policies(name: str, value: Any) -> list[str]:

@@ -28,6 +28,7 @@ class Labels:
     exclude: tuple[str, ...] | None
     draft_exclude: tuple[str, ...] | None
     prompt_set: str
+    remark: str | None = None
 
     def fields(self) -> dict[str, Any]:
         """As the row's fields."""
@@ -37,6 +38,7 @@ class Labels:
             "exclude": None if self.exclude is None else list(self.exclude),
             "draft_exclude": None if self.draft_exclude is None else list(self.draft_exclude),
             "prompt_set": self.prompt_set,
+            "remark": self.remark,
         }
 
 

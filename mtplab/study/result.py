@@ -88,6 +88,7 @@ class SweepResult:
         text = [f"acceptance length by depth · {common}", ""]
         text += [aligned(line) for line in (header, rule, *lines)]
         text += [f"  failed: {error}" for error in errors]
+        text += [f"  {remark}" for remark in self._remarks()]
         return "\n".join(text)
 
     def _repr_html_(self) -> str:
@@ -103,7 +104,7 @@ class SweepResult:
 
         body = "".join(f"<tr>{row(line, 'td')}</tr>" for line in lines)
         foot = "".join(f"<div>failed: {html.escape(error)}</div>" for error in errors)
-        foot += "".join(f"<div>{html.escape(note)}</div>" for note in self.notes)
+        foot += "".join(f"<div>{html.escape(text)}</div>" for text in [*self._remarks(), *self.notes])
         return (
             f"<div><div>acceptance length by depth · {html.escape(common)}</div>"
             f"<table><thead><tr>{row(header, 'th')}</tr></thead><tbody>{body}</tbody></table>"
@@ -134,6 +135,15 @@ class SweepResult:
             elif values and not same_as_target and not (name == "format" and "stored" in values):
                 shared.append(f"{name} {next(iter(values))}")
         return shown, shared
+
+    def _remarks(self) -> list[str]:
+        """What to know beside the numbers: settings that turn out the same, and the rows' own remarks."""
+        labels: dict[str, dict[str, None]] = {}
+        for row in self.rows:
+            labels.setdefault(row.point, {})[row.exclude_label] = None
+        same = dict.fromkeys(" and ".join(group) for group in labels.values() if len(group) > 1)
+        own = dict.fromkeys(f"{row.exclude_label}: {row.remark}" for row in self.rows if row.remark)
+        return [f"{group}: the same modules in FP8, hence one result" for group in same] + list(own)
 
     def _cells(self, by_domain: bool = False) -> tuple[str, list[str], list[list[str]], list[str]]:
         """(what all share, header, one list of cells per point, errors)."""

@@ -60,7 +60,8 @@ class ResultRow(_Frozen):
     `state_bytes` is the recurrent and convolution state of one sequence. `seconds` is the wall time of the
     run without its prefill and `tokens_per_second` is `tokens / seconds`. `kl` (nats), `top1_agreement` and
     `perplexity` are None unless measured. `output_hash` is the SHA-256 of the emitted ids: at temperature 0
-    it must not depend on the depth. A row with an `error` carries no numbers.
+    it must not depend on the depth. `remark` is what a reader must know about the settings. A row with an
+    `error` carries no numbers.
     """
 
     schema_version: Literal[1] = Field(ROW_SCHEMA, alias="schema")
@@ -102,6 +103,7 @@ class ResultRow(_Frozen):
     top1_agreement: float | None = None
     perplexity: float | None = None
     output_hash: str | None = None
+    remark: str | None = None
     error: str | None = None
     provenance: dict[str, Any] = Field(default_factory=dict)
 
@@ -146,6 +148,6 @@ class ResultRow(_Frozen):
 
     def relabelled(self, **labels: Any) -> ResultRow:
         """The same result under other labels (names that are no part of the point's hash)."""
-        allowed = {"checkpoint", "exclude_label", "exclude", "draft_exclude", "prompt_set"}
+        allowed = {"checkpoint", "exclude_label", "exclude", "draft_exclude", "prompt_set", "remark"}
         assert labels.keys() <= allowed, f"not labels: {sorted(labels.keys() - allowed)}"
         return self.model_copy(update=labels)

@@ -59,6 +59,10 @@ class Steps:
 
     def __init__(self, model: Model, passes: PassMaker, state: RunState, exact: bool, compiled: bool):
         self.model, self.passes, self.state, self.exact, self.compiled = model, passes, state, exact, compiled
+        if compiled:
+            for part in filter(None, (model.target, model.draft)):
+                for linear in part.linears():
+                    linear.prepare_compiled()
         self._verify = _compiled(verify_step) if compiled else verify_step
         self._draft = _compiled(draft_step) if compiled else draft_step
 

@@ -7,6 +7,7 @@ that of transformers' `Qwen3_5ForCausalLM`; the head, which transformers does no
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -33,6 +34,11 @@ class DecoderLayer:
     post_norm: RMSNorm
     mlp: MLP
 
+    def linears(self) -> Iterator[PackedLinear]:
+        """Every linear layer of it."""
+        inputs = self.mixer.qkv if isinstance(self.mixer, Attention) else self.mixer.inputs
+        yield from (inputs, self.mixer.out, self.mlp.gate_up, self.mlp.down)
+
     def __call__(self, x: Tensor, run: Pass, cache: Cache) -> Tensor:
         x = self.mixer(x, self.input_norm(x), run, cache)
         return self.mlp(x, self.post_norm(x))
@@ -47,6 +53,12 @@ class Target:
     layers: list[DecoderLayer]
     norm: RMSNorm
     head: PackedLinear  # [v, hidden]
+
+    def linears(self) -> Iterator[PackedLinear]:
+        """Every linear layer of it."""
+        for layer in self.layers:
+            yield from layer.linears()
+        yield self.head
 
     def __call__(self, tokens: Tensor, run: Pass, caches: list[Cache]) -> Tensor:
         """tokens [b, t] int64 → hidden [padded rows, hidden] before the final norm; fills the caches."""
@@ -74,6 +86,11 @@ class Head:
     fc: PackedLinear  # [hidden, 2·hidden], the embedding's half first
     layer: DecoderLayer
     norm: RMSNorm
+
+    def linears(self) -> Iterator[PackedLinear]:
+        """Every linear layer of it but the vocabulary head, which is the target's."""
+        yield self.fc
+        yield from self.layer.linears()
 
     def __call__(self, embedded: Tensor, hidden: Tensor, run: Pass, cache: KVCache) -> Tensor:
         """embedded, hidden [padded rows, hidden] → the head's own hidden, before `norm`."""

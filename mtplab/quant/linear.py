@@ -70,6 +70,11 @@ class PackedLinear:
         (part,) = self._parts
         return part.product.add_to(residual, _input(x, part.rounded))
 
+    def prepare_compiled(self) -> None:
+        """Get ready for passes under torch.compile."""
+        for part in self._parts:
+            part.product.prepare_compiled()
+
     def weights(self) -> list[Tensor]:
         """Each member's values [n_i, k], dequantised, in the compute dtype."""
         found: dict[int, Tensor] = {}

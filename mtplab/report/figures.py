@@ -42,41 +42,50 @@ def style_axes(axes: Axes, title: str, x: str, y: str) -> None:
 
 
 class _Signs:
-    """Colour and marker say the cache policy, the dash says the exclusion set: the same in every figure."""
+    """Colour says the cache policy and the dash the exclusion set, in every figure; the marker says the policy
+    too, or the exclusion set where there is only one policy and colour cannot tell the lines apart."""
 
     def __init__(self, records: Sequence[Record]):
         self.policies = list(dict.fromkeys(record["policy_label"] for record in records))
         self.weights = list(dict.fromkeys(record["weights_label"] for record in records))
         self.colours = policy_colours(self.policies)
+        self._marked = "weights_label" if len(self.policies) == 1 else "policy_label"
 
     def line(self, record: Record) -> dict[str, Any]:
-        policy = self.policies.index(record["policy_label"])
-        dash = DASHES[self.weights.index(record["weights_label"]) % len(DASHES)]
+        """Keyword arguments of a matplotlib line for `record`'s series."""
+        marked = self.weights if self._marked == "weights_label" else self.policies
         return {
             "color": self.colours[record["policy_label"]],
-            "marker": MARKERS[policy % len(MARKERS)],
-            "linestyle": "-" if dash is None else (0, dash),
+            "marker": MARKERS[marked.index(record[self._marked]) % len(MARKERS)],
+            "linestyle": self._dash(record["weights_label"]),
             "markersize": 6,
             "linewidth": 1.8,
             "markeredgecolor": PAPER,
             "markeredgewidth": 0.6,
         }
 
+    def _dash(self, weights: str) -> Any:
+        dash = DASHES[self.weights.index(weights) % len(DASHES)]
+        return "-" if dash is None else (0, dash)
+
     def legend(self, figure: Figure) -> None:
-        """One legend beside the axes: policies by colour and marker, exclusion sets by dash."""
-        handles: list[Line2D] = [Line2D([], [], linestyle="none", label="KV cache")]
-        handles += [
-            Line2D([], [], color=self.colours[name], marker=MARKERS[i % len(MARKERS)], label=plot_label(name, 34))
-            for i, name in enumerate(self.policies)
-        ]
-        handles.append(Line2D([], [], linestyle="none", label="Kept out of FP8"))
-        for i, name in enumerate(self.weights):
-            dash = DASHES[i % len(DASHES)]
-            style = "-" if dash is None else (0, dash)
-            handles.append(Line2D([], [], color=INK, linestyle=style, label=plot_label(name, 34)))
+        """One legend beside the axes: policies first, exclusion sets below."""
+        by_weights = self._marked == "weights_label"
+        policies, weights = [], []
+        for at, name in enumerate(self.policies):
+            marker = "" if by_weights else MARKERS[at % len(MARKERS)]
+            label = plot_label(name, 34)
+            policies.append(Line2D([], [], color=self.colours[name], marker=marker, label=label))
+        for at, name in enumerate(self.weights):
+            marker = MARKERS[at % len(MARKERS)] if by_weights else ""
+            colour = self.colours[self.policies[0]] if by_weights else INK
+            label = plot_label(name, 34)
+            weights.append(Line2D([], [], color=colour, marker=marker, linestyle=self._dash(name), label=label))
+        titles = [Line2D([], [], linestyle="none", label=title) for title in ("KV cache", "Kept out of FP8")]
+        handles = [titles[0], *policies, titles[1], *weights]
         legend = figure.legend(handles=handles, loc="outside right upper", frameon=False, fontsize=10, handlelength=3.2)
-        for text in legend.get_texts():
-            if text.get_text() in ("KV cache", "Kept out of FP8"):
+        for handle, text in zip(handles, legend.get_texts(), strict=True):
+            if handle in titles:
                 text.set_fontweight("bold")
 
 

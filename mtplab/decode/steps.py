@@ -51,7 +51,8 @@ def draft_step(target, head, passes: PassMaker, tokens, hidden, positions, at, l
 @cache
 def _compiled(step):
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _RECOMPILE_LIMIT)
-    return torch.compile(step, dynamic=False)
+    # a pass is some dozens of kernels of microseconds each: Python between them would cost as much again
+    return torch.compile(step, dynamic=False, options={"size_asserts": False, "cpp_wrapper": True})
 
 
 class Steps:

@@ -106,10 +106,10 @@ def test_conclusion_takes_its_numbers_from_the_rows():
     said = repr(Conclusion(study))
     useful = row(depth=8)
     assert f"{row(depth=8).acceptance_length:.2f} tokens at depth 8" in said
-    assert "KV cache int8 changes that by −" in said and "at 53 % of the bytes" in said
+    assert "Other KV caches at that depth: int8 −" in said and "for 53 % of the bytes a token" in said
     change = row(depth=8, policy="int4").acceptance_length - useful.acceptance_length
     assert f"{change:+.2f}".replace("-", "−") in said
-    assert "everything in BF16" in said and "× the weight bytes" in said
+    assert "everything in BF16 ±0.00 for 175 % of the weight bytes" in said
 
 
 def test_conclusion_stops_where_a_draft_no_longer_pays():

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Callable
 from typing import Any
 
 from mtplab.report.palette import GREEN
@@ -15,6 +16,7 @@ from mtplab.report.text import escape
 
 __all__ = ["Conclusion", "length_error"]
 
+_NOTHING = "There are no finished rows yet."
 SMALL_GAIN = 0.05  # tokens per round that a further draft must add to be worth naming
 
 
@@ -81,7 +83,8 @@ class Conclusion:
                 f"({deepest['acceptance_length']:.2f} at depth {deepest['depth']})"
             )
         return (
-            f"With {_weights_words(here)} and {_cache_words(here)}, a round gives {here['acceptance_length']:.2f} "
+            f"With {_weights_words(here)} (KV cache: {_cache_words(here)}), a round gives "
+            f"{here['acceptance_length']:.2f} "
             f"tokens at depth {useful} (± {1.96 * length_error(here):.2f} over {here['rounds']} rounds), {tail}."
         )
 
@@ -94,11 +97,9 @@ class Conclusion:
             other = self._line(self.reference[0], policy).get(useful) if self.reference else None
             if other is None or policy == base["policy_label"]:
                 continue
-            part = f"{_cache_words(other)} changes that by {_change(other, base)}"
-            if base.get("kv_bytes_per_token") and other.get("kv_bytes_per_token"):
-                part += f", at {100 * other['kv_bytes_per_token'] / base['kv_bytes_per_token']:.0f} % of the bytes"
-            parts.append(part)
-        return f"At the same depth, {_joined(parts)}." if parts else ""
+            part = f"{_cache_words(other)} {_change(other, base)}"
+            parts.append(part + _share(other, base, _kv_bytes, "bytes a token"))
+        return f"Other KV caches at that depth: {'; '.join(parts)}." if parts else ""
 
     def _exclusions(self) -> str:
         line, useful = self._useful()
@@ -110,17 +111,15 @@ class Conclusion:
             if other is None or exclude == base["exclude_label"]:
                 continue
             part = f"{_weights_words(other)} {_change(other, base)}"
-            if _weight_bytes(base) and _weight_bytes(other):
-                part += f" for {_weight_bytes(other) / _weight_bytes(base):.2f} × the weight bytes"
-            parts.append(part)
-        return f"Against {_weights_words(base)}: {'; '.join(parts)}." if parts else ""
+            parts.append(part + _share(other, base, _weight_bytes, "weight bytes"))
+        return f"Other exclusions at that depth: {'; '.join(parts)}." if parts else ""
 
     def _repr_html_(self) -> str:
-        text = escape(" ".join(self.sentences) or "There are no finished rows yet.")
+        text = "<br>".join(escape(sentence) for sentence in self.sentences or [_NOTHING])
         return f'<p class="finding" style="border-left:4px solid {GREEN};padding:8px 16px;max-width:50em">{text}</p>'
 
     def __repr__(self) -> str:
-        return " ".join(self.sentences) or "There are no finished rows yet."
+        return " ".join(self.sentences) or _NOTHING
 
 
 def _change(other: Record, base: Record) -> str:
@@ -140,13 +139,17 @@ def _weights_words(record: Record) -> str:
 
 
 def _cache_words(record: Record) -> str:
-    label = record["policy_label"]
-    return "an unquantised KV cache" if label == "none" else f"KV cache {label}"
+    return "unquantised" if record["policy_label"] == "none" else str(record["policy_label"])
+
+
+def _share(other: Record, base: Record, size: Callable[[Record], float], what: str) -> str:
+    """` for 53 % of the bytes`, where both rows know their size."""
+    return f" for {100 * size(other) / size(base):.0f} % of the {what}" if size(other) and size(base) else ""
+
+
+def _kv_bytes(record: Record) -> float:
+    return record.get("kv_bytes_per_token") or 0
 
 
 def _weight_bytes(record: Record) -> float:
     return (record.get("target_weight_bytes") or 0) + (record.get("draft_weight_bytes") or 0)
-
-
-def _joined(parts: list[str]) -> str:
-    return parts[0] if len(parts) == 1 else f"{', '.join(parts[:-1])} and {parts[-1]}"

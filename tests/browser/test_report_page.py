@@ -124,6 +124,10 @@ def test_temperature_domain_and_view(explorer, study):
     explorer("#view").select_option("per_position")
     assert "Share of rounds (%)" in explorer("#chart").text_content()
     assert explorer("path.dot").count() == 6 * 8
+    explorer("#view").select_option("speed")
+    assert "Tokens per second" in explorer("#chart").text_content() and explorer("path.dot").count() == 6 * 9
+    explorer("path.dot").first.hover()
+    assert f"{row(depth=0).tokens_per_second:.0f} tokens per second" in explorer.tip
 
 
 def test_hovering_a_point_shows_its_values(explorer):

@@ -88,13 +88,21 @@
     .map(inDomain).filter((row) => row && row.acceptance_length != null);
   const chosenDepth = () => depths[+$("depth").value];
 
+  // views whose points are depths: what a row's value is, and what it is called
+  const BY_DEPTH = {
+    depth: { value: (row) => row.acceptance_length, axis: "Acceptance length (tokens per round)", least: 1, most: 1.5 },
+    speed: { value: (row) => row.tokens_per_second, axis: "Tokens per second, all prompts at once", least: 0, most: 1 },
+  };
+
   function seriesOf(list, view, depth) {
     const groups = new Map();
     for (const row of list) {
       if (!groups.has(row.series)) groups.set(row.series, { name: row.series, policy: row.policy_label, weights: row.weights_label, points: [] });
       const group = groups.get(row.series);
-      if (view === "depth") group.points.push({ x: row.depth, y: row.acceptance_length, row });
-      else if (row.depth === depth) (row[view] || []).forEach((share, j) => share != null && group.points.push({ x: j + 1, y: 100 * share, row }));
+      if (BY_DEPTH[view]) {
+        const y = BY_DEPTH[view].value(row);
+        if (y != null) group.points.push({ x: row.depth, y, row });
+      } else if (row.depth === depth) (row[view] || []).forEach((share, j) => share != null && group.points.push({ x: j + 1, y: 100 * share, row }));
     }
     for (const group of groups.values()) group.points.sort((a, b) => a.x - b.x);
     return [...groups.values()].filter((group) => group.points.length);
@@ -118,10 +126,10 @@
     chart.replaceChildren();
     points = []; select(-1);
     const edge = { left: 58, right: 14, top: 10, bottom: 44 };
-    const xs = view === "depth" ? depths : series.flatMap((group) => group.points.map((point) => point.x));
+    const byDepth = BY_DEPTH[view], xs = byDepth ? depths : series.flatMap((group) => group.points.map((point) => point.x));
     const ys = series.flatMap((group) => group.points.map((point) => point.y));
     const lowX = Math.min(...xs, 1), highX = Math.max(...xs, lowX + 1);
-    const lowY = view === "depth" ? Math.min(1, ...ys) : 0, highY = view === "depth" ? Math.max(1.5, ...ys) : 100;
+    const lowY = byDepth ? Math.min(byDepth.least, ...ys) : 0, highY = byDepth ? Math.max(byDepth.most, ...ys) : 100;
     const pad = (highX - lowX) * 0.04;
     const x = (value) => edge.left + (value - lowX + pad) / (highX - lowX + 2 * pad) * (width - edge.left - edge.right);
     const y = (value) => height - edge.bottom - (value - lowY) / (highY * 1.03 - lowY) * (height - edge.top - edge.bottom);
@@ -134,10 +142,10 @@
     }
     const middle = edge.top + (height - edge.top - edge.bottom) / 2;
     chart.append(element("text", { class: "soft", x: (edge.left + width - edge.right) / 2, y: height - 8, "text-anchor": "middle" },
-      view === "depth" ? "Draft depth k (draft tokens per round)" : `Draft position j in the round (depth ${depth})`),
+      byDepth ? "Draft depth k (draft tokens per round)" : `Draft position j in the round (depth ${depth})`),
       element("text", { class: "soft", transform: `translate(15,${middle}) rotate(-90)`, "text-anchor": "middle" },
-        view === "depth" ? "Acceptance length (tokens per round)" : "Share of rounds (%)"));
-    if (view === "depth") chart.append(element("line", { class: "chosen", x1: x(depth), x2: x(depth), y1: edge.top, y2: height - edge.bottom }));
+        byDepth ? byDepth.axis : "Share of rounds (%)"));
+    if (byDepth) chart.append(element("line", { class: "chosen", x1: x(depth), x2: x(depth), y1: edge.top, y2: height - edge.bottom }));
     // equal points are set side by side, or the last line drawn would hide the others
     const spread = Math.min(5, 26 / Math.max(1, series.length));
     const dots = document.createDocumentFragment();
@@ -172,7 +180,7 @@
     ["Kept out of FP8", (row) => clean(row.weights_label)], ["KV cache", (row) => clean(row.policy_label)],
     ["Depth", (row) => String(row.depth)], ["Tokens / round", (row) => number(row.acceptance_length, 3)],
     ["Accepted", (row) => row.drafted ? percent(row.accepted / row.drafted) : "–"], ["Draft 1", (row) => percent((row.per_position || [])[0])],
-    ["Rounds", (row) => number(row.rounds, 0)], ["Tokens", (row) => number(row.tokens, 0)], ["KL (nats)", (row) => number(row.kl, 4)],
+    ["Tokens / s", (row) => number(row.tokens_per_second, 0)], ["Rounds", (row) => number(row.rounds, 0)], ["Tokens", (row) => number(row.tokens, 0)], ["KL (nats)", (row) => number(row.kl, 4)],
     ["Top-1 agreement", (row) => percent(row.top1_agreement)], ["Perplexity", (row) => number(row.perplexity, 2)],
     ["KV B/token", (row) => number(row.kv_bytes_per_token, 0)], ["Weights, MB", (row) => number((row.target_weight_bytes + row.draft_weight_bytes) / 1e6)],
   ];
@@ -198,8 +206,9 @@
     point.dot.parentNode.append(point.dot);
     const { row } = point, view = $("view").value, title = document.createElement("b");
     title.textContent = clean(point.group.name);
-    const text = view === "depth"
+    const text = BY_DEPTH[view]
       ? `depth ${row.depth}: ${number(row.acceptance_length, 3)} tokens per round, ${row.accepted} of ${row.drafted} drafts accepted in ${row.rounds} rounds`
+        + (row.tokens_per_second == null ? "" : `; ${number(row.tokens_per_second, 0)} tokens per second`)
       : `depth ${row.depth}, position ${point.x}: ${number(point.y, 1)} % of rounds`;
     tip.replaceChildren(title, text);
     const box = $("stage").getBoundingClientRect(), size = tip.getBoundingClientRect();

@@ -322,3 +322,5 @@ def test_globs_stand_for_a_kind_over_all_layers():
         "lm_head",
     ]
     assert module_globs(SimpleNamespace(modules=())) == []
+    experts = [module(f"model.layers.{n}.mlp.experts.{e}.up_proj") for n in range(2) for e in range(400)]
+    assert module_globs(SimpleNamespace(modules=experts)) == ["*.mlp.experts.*.up_proj"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import threading
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -107,6 +108,28 @@ def test_map_colours_every_module_by_its_dtype_and_writes_the_bits():
     assert "draft: 1 FP8, 1 BF16" in picture.alt
     rows_shown = [label.get_text() for label in axes.get_yticklabels()]
     assert rows_shown == ["outside the layers", "layer 0", "layer 1", "draft layer 0", "draft, outside"]
+
+
+def test_layers_held_alike_share_a_row_in_a_deep_model():
+    modules = []
+    for layer in range(40):
+        kind = "self_attn.q_proj" if layer % 4 == 3 else "linear_attn.out_proj"
+        modules += [module(f"model.layers.{layer}.{kind}"), module(f"model.layers.{layer}.mlp.up_proj")]
+    modules[20].weight, modules[20].activation = "bf16", "none"  # layer 10 is not like its neighbours
+    axes = axes_of(checkpoint_map(SimpleNamespace(modules=modules)))[0]
+    labels = [label.get_text() for label in axes.get_yticklabels()]
+    assert labels == ["layers 0–2, 4–6, 8–9 … (29)", "layers 3, 7, 11 … (10)", "layer 10"]
+    assert [text.get_text() for text in axes.texts] == ["8·", "8·", "8·", "8·", "16", "8·"]
+
+
+def test_experts_share_a_cell_that_says_when_they_differ():
+    modules = [module(f"model.layers.0.mlp.experts.{e}.up_proj") for e in range(3)]
+    alike = axes_of(checkpoint_map(SimpleNamespace(modules=modules)))[0]
+    assert [text.get_text() for text in alike.texts] == ["8·"]
+    assert [label.get_text() for label in alike.get_xticklabels()] == ["mlp.experts.*.up_proj"]
+    modules[1].weight, modules[1].activation = "bf16", "none"
+    differ = axes_of(checkpoint_map(SimpleNamespace(modules=modules)))[0]
+    assert [text.get_text() for text in differ.texts] == ["8/16"]
 
 
 def test_bytes_add_up():

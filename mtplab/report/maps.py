@@ -23,14 +23,21 @@ _NAMES = {"fp8": "FP8 with a scale per block", "bf16": "BF16", "f16": "FP16", "f
 _BITS = {"fp8": "8", "bf16": "16", "f16": "16", "f32": "32", "other": "?"}
 
 
-def _place(module: Any) -> tuple[tuple[int, int, str], str]:
-    """(row key, column) of a module: rows are layers, target before draft; columns are kinds of module."""
+_EXPERT = re.compile(r"\bexperts\.\d+\b")
+MANY_ROWS = 16  # past this, layers that are held alike share a row
+
+Row = tuple[int, int, str]  # (-1 outside, 0 target layer, 1 draft layer, 2 draft outside), layer, label
+Sign = tuple[str, str, str]  # colour, colour of the number, number
+
+
+def _place(module: Any) -> tuple[Row, str]:
+    """(row, column) of a module: rows are layers, target before draft; columns are kinds of module."""
     found = _LAYER.match(module.name)
     draft = module.part == "draft"
     if found:
         layer = int(found["layer"])
         label = f"draft layer {layer}" if draft else f"layer {layer}"
-        return (1 if draft else 0, layer, label), found["rest"]
+        return (1 if draft else 0, layer, label), _EXPERT.sub("experts.*", found["rest"])
     if draft:
         return (2, 0, "draft, outside"), module.name.rsplit(".", 1)[-1]
     return (-1, 0, "outside the layers"), module.name.rsplit(".", 1)[-1]
@@ -40,28 +47,65 @@ def _weight(module: Any) -> str:
     return module.weight if module.weight in DTYPE_COLOURS else "other"
 
 
+def _sign(modules: list[Any]) -> Sign:
+    """How a cell looks; all experts of a layer share one, and may differ."""
+    weights = sorted({_weight(module) for module in modules}, key=list(DTYPE_COLOURS).index)
+    rounded = "·" if all(module.activation == "fp8" for module in modules) else ""
+    shown = weights[0] if len(weights) == 1 else "other"
+    return DTYPE_COLOURS[shown], DTYPE_INK[shown], "/".join(_BITS[weight] for weight in weights) + rounded
+
+
+def _cells(plan: Any) -> dict[Row, dict[str, Sign]]:
+    """row -> column -> sign, rows in order; many layers that look alike become one row."""
+    found: dict[Row, dict[str, list[Any]]] = defaultdict(lambda: defaultdict(list))
+    for module in plan.modules:
+        row, column = _place(module)
+        found[row][column].append(module)
+    rows = {row: {column: _sign(each) for column, each in found[row].items()} for row in sorted(found)}
+    if len(rows) <= MANY_ROWS:
+        return rows
+    alike: dict[Any, list[Row]] = {}
+    for row, cells in rows.items():
+        alike.setdefault((row[0], tuple(sorted(cells.items()))), []).append(row)
+    return {(same[0][0], same[0][1], _together(same)): rows[same[0]] for same in alike.values()}
+
+
+def _together(rows: list[Row]) -> str:
+    """`layers 0–2, 4–6, 8 … (48)`."""
+    if len(rows) == 1:
+        return rows[0][2]
+    runs: list[list[int]] = []
+    for _, layer, _ in rows:
+        if runs and layer == runs[-1][-1] + 1:
+            runs[-1].append(layer)
+        else:
+            runs.append([layer])
+    texts = [f"{run[0]}–{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs]
+    more = " …" if len(texts) > 3 else ""
+    return f"{'draft ' if rows[0][0] == 1 else ''}layers {', '.join(texts[:3])}{more} ({len(rows)})"
+
+
 def checkpoint_map(plan: Any) -> Picture:
     """Modules of a plan as coloured cells: layers as rows, kinds of module as columns.
 
-    The number in a cell is the bits per weight; a dot after it says that activations are rounded to FP8 too.
+    The number in a cell is the bits per weight; a dot after it says that activations are rounded to FP8 too. All
+    experts of a layer share a cell, and in a deep model all layers that are held alike share a row.
 
     Args:
         plan: a resolved plan, with `.modules` (name, part, weight, activation, nbytes).
     """
-    cells: dict[tuple[tuple[int, int, str], str], Any] = {}
-    for module in plan.modules:
-        cells[_place(module)] = module
-    rows = sorted({row for row, _ in cells})
-    columns = list(dict.fromkeys(column for _, column in cells))
+    rows = _cells(plan)
+    order = {_place(module)[1]: None for module in plan.modules}
+    columns = {column: at for at, column in enumerate(order)}
     figure = new_figure(max(2.6, 1.9 + 0.34 * len(rows)))
     axes = figure.add_subplot()
     style_axes(axes, "How each module's weight is held", "", "")
     axes.grid(False)
-    for (row, column), module in cells.items():
-        x, y, weight = columns.index(column), rows.index(row), _weight(module)
-        axes.add_patch(Rectangle((x, y), 1, 1, facecolor=DTYPE_COLOURS[weight], edgecolor=PAPER, linewidth=1.5))
-        label = _BITS[weight] + ("·" if module.activation == "fp8" else "")
-        axes.text(x + 0.5, y + 0.52, label, ha="center", va="center", fontsize=8, color=DTYPE_INK[weight])
+    for y, cells in enumerate(rows.values()):
+        for column, (colour, ink, label) in cells.items():
+            x = columns[column]
+            axes.add_patch(Rectangle((x, y), 1, 1, facecolor=colour, edgecolor=PAPER, linewidth=1.5))
+            axes.text(x + 0.5, y + 0.52, label, ha="center", va="center", fontsize=8, color=ink)
     axes.set_xlim(0, len(columns))
     axes.set_ylim(len(rows), 0)
     axes.set_xticks([i + 0.5 for i in range(len(columns))])

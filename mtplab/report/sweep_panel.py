@@ -6,6 +6,7 @@ here, and tests give a sweep of their own.
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -24,6 +25,7 @@ from mtplab.report.text import plain
 __all__ = ["SweepPanel", "module_globs"]
 
 PRESETS = ("published", "none", "mtp.*")
+MAX_SINGLE = 600  # a list of ten thousand experts helps nobody, and a browser takes long over it
 SAME = "same as target"
 ALL_PROMPTS, OWN_TEXT = "all bundled prompts", "my own text below"
 
@@ -34,7 +36,7 @@ _COLUMN = {"width": "min(480px, 100%)", "overflow": "visible"}
 
 
 def module_globs(plan: Any) -> list[str]:
-    """Globs worth offering for a plan: one per kind of linear module over all layers, then every module.
+    """Globs worth offering for a plan: one per kind of linear module over all layers, then (if few) every module.
 
     Names are as they stand on disk; `*.mlp.down_proj` stands for that module in every layer, the draft's too.
     """
@@ -42,9 +44,10 @@ def module_globs(plan: Any) -> list[str]:
     kinds: dict[str, int] = {}
     for name in linear:
         if ".layers." in name or name.startswith("layers."):
-            kind = name.split("layers.", 1)[1].partition(".")[2]
+            kind = re.sub(r"\bexperts\.\d+\b", "experts.*", name.split("layers.", 1)[1].partition(".")[2])
             kinds[f"*.{kind}"] = kinds.get(f"*.{kind}", 0) + 1
-    return [glob for glob, count in kinds.items() if count > 1] + linear
+    singles = linear if len(linear) <= MAX_SINGLE else []
+    return [glob for glob, count in kinds.items() if count > 1] + singles
 
 
 class SweepPanel(Panel):

@@ -213,7 +213,10 @@
     tip.replaceChildren(title, text);
     const box = $("stage").getBoundingClientRect(), size = tip.getBoundingClientRect();
     tip.style.left = Math.max(0, Math.min(point.px + 14, box.width - size.width - 4)) + "px";
-    tip.style.top = Math.max(0, point.py - size.height - 12 > 0 ? point.py - size.height - 12 : point.py + 14) + "px";
+// lines rise with depth and fall with position: the label goes where they are not
+    const above = point.py - size.height - 12, below = point.py + 14;
+    const fits = below + size.height < box.height - 44;
+    tip.style.top = Math.max(0, (BY_DEPTH[view] && fits) || above < 0 ? below : above) + "px";
   }
 
   $("chart").addEventListener("pointerleave", () => { if (document.activeElement !== $("chart")) select(-1); });

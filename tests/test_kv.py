@@ -108,7 +108,8 @@ def test_cache_reads_what_it_stores(policy):
     cache = KVCache(resolve_policy(policy), b, h, capacity, d, torch.float32, BF16, torch.device("cpu"))
     positions = torch.tensor([[4, 5], [0, 1], [9, 10]])
     k, v = torch.randn(b, 2, h, d), torch.randn(b, 2, h, d)
-    cache.write(slot_index(positions, slot_base(b, h, capacity, positions.device)), torch.cat([k.reshape(-1, d), v.reshape(-1, d)]))
+    slots = slot_index(positions, slot_base(b, h, capacity, positions.device))
+    cache.write(slots, torch.cat([k.reshape(-1, d), v.reshape(-1, d)]))
     codec = cache.codec
     for which, rows in enumerate((k, v)):
         codes, meta = codec.encode(rows, BF16)

@@ -10,6 +10,7 @@ from scipy.stats import chi2
 from mtplab import generate, load_model
 from mtplab.config import SamplingConfig
 from mtplab.decode.accept import accept_greedy, accept_sampled
+from mtplab.decode.peek import next_logits
 from mtplab.decode.random import Purpose, philox, uniform
 from mtplab.decode.sampling import distribution, sample
 from tiny import write_tiny
@@ -155,17 +156,7 @@ def test_runner_samples_the_targets_distribution(tmp_path, draft_sampling):
 
 def next_distribution(model, ids: list[int], sampling: dict) -> np.ndarray:
     """The target's distribution of the token after ids, by one prompt pass."""
-    from mtplab.models.passes import PassMaker
-    from mtplab.quant.policy import resolve_policy
-
-    width = -(-len(ids) // 64) * 64
-    passes = PassMaker(model.config, 256, model.dtype, model.device)
-    tokens = torch.nn.functional.pad(torch.tensor([ids]), (0, width - len(ids)))
-    with torch.inference_mode():
-        run = passes.make(torch.arange(width)[None], width, True, torch.tensor([len(ids)]))
-        hidden = model.target(tokens, run, model.target_caches(1, 256, resolve_policy("none")))
-        logits = model.target.logits(model.target.normed(hidden))[len(ids) - 1]
-        return distribution(logits, SamplingConfig(**sampling)).numpy()
+    return distribution(next_logits(model, ids), SamplingConfig(**sampling)).numpy()
 
 
 def test_same_seed_same_tokens_however_batched(bundled):

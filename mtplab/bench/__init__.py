@@ -1,0 +1,1 @@
+"""What is measured, against whom. Run as `python -m mtplab.bench`."""

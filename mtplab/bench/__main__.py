@@ -1,0 +1,97 @@
+"""`python -m mtplab.bench speed`: the table of `make bench`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import sys
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+
+from mtplab.bench.speed import Line, decoding, loading, prompts
+from mtplab.errors import MtplabError
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run a benchmark and print its table. Returns 0, or 2 for what cannot be run."""
+    parser = argparse.ArgumentParser(prog="python -m mtplab.bench", description=__doc__)
+    parser.add_argument("what", choices=["speed"])
+    parser.add_argument("--data", type=Path, default=ROOT / "data", help="folder with the bundled checkpoints")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--prompts", type=int, default=32)
+    parser.add_argument("--max-depth", type=int, default=4)
+    parser.add_argument("--no-compile", action="store_true", help="leave torch.compile out (it takes minutes)")
+    parser.add_argument("-o", "--output", type=Path, help="write the numbers as JSON too")
+    args = parser.parse_args(argv)
+    torch.set_num_threads(args.threads)
+    try:
+        texts = prompts(args.data / "prompts", args.prompts)
+        depths = range(args.max_depth + 1)
+        compiled = not args.no_compile
+        lines = decoding(args.data / "tiny-qwen3_5", texts, args.tokens, args.rounds, depths, compiled)
+        load_lines = loading(args.data / "tiny-qwen3_5-fp8", 4 * args.rounds)
+    except MtplabError as error:
+        print(f"mtplab.bench: {error}", file=sys.stderr)
+        return 2
+    machine = {
+        "cpu": platform.processor() or platform.machine(),
+        "threads": args.threads,
+        "load": os.getloadavg()[0],
+        **{name: version(name) for name in ("torch", "transformers", "safetensors")},
+    }
+    print(" · ".join(f"{key} {value}" for key, value in machine.items()))
+    print(f"\ngreedy, float32, {args.tokens} tokens, medians of {args.rounds} interleaved rounds (quickest in brackets)")
+    print(decoding_table(lines))
+    print(f"\nloading every weight of the FP8 checkpoint as float32, medians of {4 * args.rounds} rounds")
+    print(loading_table(load_lines))
+    if args.output:
+        rows = {"machine": machine, "decoding": as_rows(lines), "loading": as_rows(load_lines)}
+        args.output.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+    return 0
+
+
+def decoding_table(lines: list[Line]) -> str:
+    """Tokens a second and the ratio to transformers, line by line."""
+    out = [f"{'':44}  {'tokens/s':>16}  {'ratio':>6}  goal"]
+    for line in lines:
+        rate = f"{line.timing.rate:7.0f} ({line.timing.best_rate:6.0f})" if line.timing else "not timed"
+        ratio = f"{line.ratio:5.2f}×" if line.ratio else ""
+        goal = f"{line.goal:g}× {line.verdict}" if line.goal else ""
+        out.append(f"{line.name:44}  {rate:>16}  {ratio:>6}  {goal}  {line.note}".rstrip())
+    return "\n".join(out)
+
+
+def loading_table(lines: list[Line]) -> str:
+    """Milliseconds, and how many times as long as each baseline our loading takes."""
+    out = []
+    for line in lines:
+        ratio = f"ours takes {line.ratio:.2f}× of it, goal at most {line.goal:g}×" if line.ratio else ""
+        out.append(f"{line.name:44}  {line.timing.median * 1e3:7.1f} ms  {ratio}".rstrip())
+    return "\n".join(out)
+
+
+def as_rows(lines: list[Line]) -> list[dict]:
+    """Plain data of a report's lines."""
+    return [
+        {
+            "name": line.name,
+            "seconds": list(line.timing.seconds) if line.timing else None,
+            "rate": line.timing.rate if line.timing else None,
+            "ratio": line.ratio,
+            "goal": line.goal,
+            "note": line.note,
+        }
+        for line in lines
+    ]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -48,7 +48,8 @@ def main(argv: list[str] | None = None) -> int:
         **{name: version(name) for name in ("torch", "transformers", "safetensors")},
     }
     print(" · ".join(f"{key} {value}" for key, value in machine.items()))
-    print(f"\ngreedy, float32, {args.tokens} tokens, medians of {args.rounds} interleaved rounds (quickest in brackets)")
+    rounds = f"medians of {args.rounds} interleaved rounds (quickest in brackets)"
+    print(f"\ngreedy, float32, {args.tokens} tokens, {rounds}")
     print(decoding_table(lines))
     print(f"\nloading every weight of the FP8 checkpoint as float32, medians of {4 * args.rounds} rounds")
     print(loading_table(load_lines))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import nbformat
@@ -49,6 +50,21 @@ def workplace(tmp_path):
     return folder, gate
 
 
+def settle(locator, still=1.0, timeout=30.0):
+    """Scrolls to an element and waits until it has kept its place: a notebook moves while its outputs are laid out."""
+    give_up = time.monotonic() + timeout
+    since, place = time.monotonic(), None
+    while time.monotonic() < give_up:
+        locator.scroll_into_view_if_needed()
+        now = locator.bounding_box()
+        if now != place:
+            since, place = time.monotonic(), now
+        elif time.monotonic() - since > still:
+            return
+        time.sleep(0.05)
+    raise AssertionError(f"the page does not come to rest: {place}")
+
+
 def test_run_all_slide_run_cancel_and_run_again(workplace, visit, tmp_path):
     folder, gate = workplace
     watched = visit(offline=False)
@@ -71,11 +87,11 @@ def test_run_all_slide_run_cancel_and_run_again(workplace, visit, tmp_path):
         depths = page.locator(".widget-hslider", has_text="Draft depths")
         expect(depths.locator(".widget-readout")).to_have_text("0 – 6")
         handle = depths.locator(".noUi-handle-upper")
-        box, track = handle.bounding_box(), depths.locator(".noUi-target").bounding_box()
-        y = box["y"] + box["height"] / 2
-        page.mouse.move(box["x"] + box["width"] / 2, y)
+        settle(handle)
+        handle.hover()
         page.mouse.down()
-        page.mouse.move(track["x"] + track["width"] * 2 / 16, y, steps=8)
+        track = depths.locator(".noUi-target").bounding_box()
+        page.mouse.move(track["x"] + track["width"] * 2 / 16, track["y"] + track["height"] / 2, steps=8)
         page.mouse.up()
         expect(depths.locator(".widget-readout")).to_have_text("0 – 2")
         page.get_by_label("mtp.*").check()

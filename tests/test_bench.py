@@ -7,7 +7,8 @@ import json
 import pytest
 
 from mtplab import load_model
-from mtplab.bench.__main__ import decoding_table, main
+from mtplab.bench.__main__ import decoding_table, main, products_table
+from mtplab.bench.products import ROWS, products
 from mtplab.bench.speed import Line, parting
 from mtplab.bench.timing import Timing, interleave
 from mtplab.decode import generate
@@ -46,3 +47,10 @@ def test_a_small_run(tmp_path, capsys):
     rows = json.loads(out.read_text())
     assert {"machine", "decoding", "loading"} == set(rows)
     assert all(row["seconds"] for row in rows["decoding"]), "every contestant was right and timed"
+
+
+def test_products_of_a_pass(bundled):
+    lines = products(load_model(bundled), 1)
+    assert [x.rows for x in lines] == list(ROWS)
+    assert all(x.packed_differ == 0 for x in lines), "packed rows depend on their number"
+    assert "packed" in products_table(lines)

@@ -1,4 +1,4 @@
-"""`python -m mtplab.bench speed`: the table of `make bench`."""
+"""`python -m mtplab.bench speed`: the table of `make bench`. `… products`: matrix products at few rows."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ from pathlib import Path
 
 import torch
 
+from mtplab.bench.products import ProductLine, products
 from mtplab.bench.speed import Line, decoding, loading, prompts
 from mtplab.errors import MtplabError
+from mtplab.models import load_model
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -21,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[2]
 def main(argv: list[str] | None = None) -> int:
     """Run a benchmark and print its table. Returns 0, or 2 for what cannot be run."""
     parser = argparse.ArgumentParser(prog="python -m mtplab.bench", description=__doc__)
-    parser.add_argument("what", choices=["speed"])
+    parser.add_argument("what", choices=["speed", "products"])
     parser.add_argument("--data", type=Path, default=ROOT / "data", help="folder with the bundled checkpoints")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--tokens", type=int, default=128)
@@ -32,6 +34,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("-o", "--output", type=Path, help="write the numbers as JSON too")
     args = parser.parse_args(argv)
     torch.set_num_threads(args.threads)
+    if args.what == "products":
+        print(products_table(products(load_model(args.data / "tiny-qwen3_5"), 5 * args.rounds)))
+        return 0
     try:
         texts = prompts(args.data / "prompts", args.prompts)
         depths = range(args.max_depth + 1)
@@ -67,6 +72,16 @@ def decoding_table(lines: list[Line]) -> str:
         ratio = f"{line.ratio:5.2f}×" if line.ratio else ""
         goal = f"{line.goal:g}× {line.verdict}" if line.goal else ""
         out.append(f"{line.name:44}  {rate:>16}  {ratio:>6}  {goal}  {line.note}".rstrip())
+    return "\n".join(out)
+
+
+def products_table(lines: list[ProductLine]) -> str:
+    """Milliseconds of all products of a pass, and how many have rows that depend on how many there are."""
+    out = ["rows   F.linear     packed   products whose rows differ from the same rows of 256: F.linear, packed"]
+    out += [
+        f"{x.rows:4}  {x.dense_ms:6.2f} ms  {x.packed_ms:6.2f} ms   {x.dense_differ:3}  {x.packed_differ:3}"
+        for x in lines
+    ]
     return "\n".join(out)
 
 

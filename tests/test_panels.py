@@ -285,7 +285,6 @@ class FakeCheckpoint:
 def test_checkpoint_panel_follows_every_choice():
     checkpoint = FakeCheckpoint()
     panel = CheckpointPanel(checkpoint)
-    panel.run(block=True)
     assert "9 of 9 modules" in panel.table.value and panel.figure.value
     panel._widgets["exclude"].value = "mtp.*"
     panel._widgets["format"].value = "FP8, quantised as it is loaded"

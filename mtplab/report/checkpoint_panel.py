@@ -29,30 +29,37 @@ _WIDE = {"width": "min(480px, 98%)"}
 
 
 class CheckpointPanel(Panel):
-    """Which module is FP8, which is not, and the rule that decided; it follows every choice at once.
+    """Which module is FP8, which is not, and the rule that decided; shown at once, and anew after every choice.
 
     Args:
         checkpoint: a path, or a checkpoint that `mtplab.open_checkpoint` gave.
+        model_format: "fp8" to start with a BF16 checkpoint quantised as it is loaded.
     """
 
     title = "Checkpoint"
     run_label = "Show"
 
-    def __init__(self, checkpoint: Any):
+    def __init__(self, checkpoint: Any, model_format: str | None = None):
         if not callable(getattr(checkpoint, "plan", None)):
             from mtplab.checkpoint import open_checkpoint
 
             checkpoint = open_checkpoint(checkpoint)
         self.checkpoint = checkpoint
+        self._format = AS_STORED if model_format is None else ONLINE
         self._globs = module_globs(checkpoint.plan())
         super().__init__()
         for widget in self._widgets.values():
             widget.observe(lambda _: self._follow(), names="value")
+        self._follow()
 
     def inputs(self) -> dict[str, widgets.Widget]:
         return {
             "format": widgets.Dropdown(
-                options=(AS_STORED, ONLINE), description="Weights", style=_LABEL, layout=widgets.Layout(**_WIDE)
+                options=(AS_STORED, ONLINE),
+                value=self._format,
+                description="Weights",
+                style=_LABEL,
+                layout=widgets.Layout(**_WIDE),
             ),
             "exclude": widgets.Dropdown(
                 options=(AS_PUBLISHED, "none", "mtp.*", OWN),

@@ -81,10 +81,11 @@ def test_run_all_slide_run_cancel_and_run_again(workplace, visit, tmp_path):
         frame.locator("path.dot").first.wait_for(state="attached")
         assert frame.locator("path.series").count() == 1
 
-        run = page.locator("button.widget-button", has_text="Run sweep")
-        cancel = page.locator("button.widget-button", has_text="Cancel")
+        panel = page.locator(".jp-OutputArea-output", has_text="Draft depths")
+        run = panel.locator("button.widget-button", has_text="Run sweep")
+        cancel = panel.locator("button.widget-button", has_text="Cancel")
         run.scroll_into_view_if_needed()
-        depths = page.locator(".widget-hslider", has_text="Draft depths")
+        depths = panel.locator(".widget-hslider", has_text="Draft depths")
         expect(depths.locator(".widget-readout")).to_have_text("0 – 6")
         handle = depths.locator(".noUi-handle-upper")
         settle(handle)
@@ -94,7 +95,7 @@ def test_run_all_slide_run_cancel_and_run_again(workplace, visit, tmp_path):
         page.mouse.move(track["x"] + track["width"] * 2 / 16, track["y"] + track["height"] / 2, steps=8)
         page.mouse.up()
         expect(depths.locator(".widget-readout")).to_have_text("0 – 2")
-        page.get_by_label("mtp.*").check()
+        panel.get_by_label("mtp.*").check()
         screenshot(page, "lab-panel")
 
         assert cancel.is_disabled()
@@ -103,18 +104,18 @@ def test_run_all_slide_run_cancel_and_run_again(workplace, visit, tmp_path):
         expect(run).to_be_disabled()
         expect(cancel).to_be_enabled()
         cancel.click()
-        page.get_by_text("Cancelled after").wait_for()
+        panel.get_by_text("Cancelled after").wait_for()
         expect(run).to_be_enabled()
         expect(cancel).to_be_disabled()
 
         gate.touch()
         run.click()
-        page.get_by_text("Done in").wait_for(timeout=PATIENCE)
-        figure = page.locator(".widget-html img")
+        panel.get_by_text("Done in").wait_for(timeout=PATIENCE)
+        figure = panel.locator(".widget-html img")
         figure.scroll_into_view_if_needed()
         assert figure.evaluate("e => e.naturalWidth") > 500
         assert "at depth 2" in figure.get_attribute("alt")
-        table = page.locator(".mtplab-table", has_text="by draft depth").first
+        table = panel.locator(".mtplab-table", has_text="by draft depth").first
         assert table.locator("tbody tr").count() == 2 and "mtp.*" in table.inner_text()
         screenshot(page, "lab-done")
         assert run.is_enabled()

@@ -92,8 +92,10 @@ class CheckpointPanel(Panel):
         self.show_picture(checkpoint_map(result))
         part = self._widgets["search"].value.strip().lower()
         found = [module for module in result.modules if part in module.name.lower()]
-        total = human_bytes(sum(module.nbytes for module in found))
-        self.table.value = plan_table(found, f"{len(found)} of {len(result.modules)} modules, {total} as stored")
+        stored = human_bytes(sum(module.nbytes for module in found))
+        planned = human_bytes(sum(module.loaded_nbytes for module in found))
+        caption = f"{len(found)} of {len(result.modules)} modules, {stored} as stored, {planned} as planned"
+        self.table.value = plan_table(found, caption)
 
     def _follow(self) -> None:
         # a failure is already written into the panel; raising here would only reach the kernel's log

@@ -26,6 +26,8 @@ class Verdict(NamedTuple):
 def accept_greedy(drafts: Tensor, choices: Tensor) -> Verdict:
     """Temperature 0: drafts [b, k], the target's own choices [b, k+1] → drafts equal to the choices are kept."""
     k = drafts.shape[1]
+    if k == 0:
+        return Verdict(drafts.new_zeros(len(drafts)), choices)
     accepted = (drafts == choices[:, :k]).long().cumprod(1).sum(1)
     # a kept draft equals the choice, and the token after the kept ones is the choice: the row is the choices
     return Verdict(accepted, choices)

@@ -27,8 +27,7 @@ from mtplab.decode.steps import Steps
 from mtplab.models import Model
 from mtplab.models.attend import KEY_BLOCK
 from mtplab.models.delta_rule import CHUNK
-from mtplab.models.layers import pad_rows
-from mtplab.models.passes import Pass, PassMaker
+from mtplab.models.passes import Pass, PassMaker, pad_rows
 from mtplab.quant.policy import QuantPolicy
 
 # prompts are read in segments of this many tokens, so that attention scores stay small
@@ -112,29 +111,29 @@ class Run:
         if self.k:
             following = torch.cat([ids[:, 1:], ids.new_zeros(b, 1)], dim=1)
             following[rows, lengths - 1] = first
-            self._draft_prompt(hidden, following)
+            self._draft_prompt(hidden, following, lengths)
         self._append(np.zeros(b, dtype=int), first[:, None].tolist(), prompt=True)
 
     def _read_segment(self, ids: Tensor, lengths: Tensor, start: int, stop: int) -> Tensor:
-        run = self._segment_pass(ids.shape[0], start, stop, (lengths - start).clamp(0, stop - start))
+        run = self._segment_pass(ids.shape[0], start, stop, lengths)
         hidden = self.model.target(ids[:, start:stop], run, self.state.target)
-        return hidden[: run.rows].view(*ids[:, start:stop].shape, -1)
+        return run.spread(hidden)
 
-    def _segment_pass(self, b: int, start: int, stop: int, valid: Tensor) -> Pass:
+    def _segment_pass(self, b: int, start: int, stop: int, lengths: Tensor) -> Pass:
         positions = torch.arange(start, stop, device=self.device).expand(b, -1)
-        return self.passes.make(positions, stop, self.exact, valid)
+        return self.passes.make(positions, stop, self.exact, (lengths - start).clamp(0, stop - start))
 
-    def _draft_prompt(self, hidden: Tensor, following: Tensor) -> None:
-        """Let the draft read all slots of the prompts but the last segment's, which the first round reads."""
+    def _draft_prompt(self, hidden: Tensor, following: Tensor, lengths: Tensor) -> None:
+        """Let the draft read all slots of the prompts; `following` [b, t] holds the token after each."""
         b, t, _ = hidden.shape
         given = self._given(hidden)
         for start in range(0, t, SEGMENT):
             stop = min(start + SEGMENT, t)
-            run = self.passes.make(torch.arange(start, stop, device=self.device).expand(b, -1), stop, self.exact)
-            embedded = F.embedding(following[:, start:stop].flatten(), self.model.target.embedding)
-            self.model.draft(embedded, given[:, start:stop].flatten(0, 1), run, self.state.draft)
+            run = self._segment_pass(b, start, stop, lengths)
+            embedded = run.gather(F.embedding(following[:, start:stop], self.model.target.embedding))
+            self.model.draft(embedded, run.gather(given[:, start:stop]), run, self.state.draft)
         # the last slot again, alone: its output starts the first chain
-        rows, at = torch.arange(b, device=self.device), torch.from_numpy(self.lengths - 1).to(self.device)
+        rows, at = torch.arange(b, device=self.device), lengths - 1
         self._unread = given[rows, at][:, None], following[rows, at][:, None], self.lengths - 1, np.zeros(b, dtype=int)
 
     def round(self) -> None:

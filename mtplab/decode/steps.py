@@ -17,8 +17,7 @@ from torch import Tensor
 from mtplab.decode.state import RunState
 from mtplab.models import Model
 from mtplab.models.attend import KEY_BLOCK
-from mtplab.models.layers import pad_rows
-from mtplab.models.passes import PassMaker
+from mtplab.models.passes import PassMaker, pad_rows
 
 # one code object serves every depth, batch and bucket
 _RECOMPILE_LIMIT = 128
@@ -39,8 +38,8 @@ def draft_step(target, head, passes: PassMaker, tokens, hidden, positions, at, l
     before and after mtp.norm [b, h], and logits [b, v]."""
     b, t = tokens.shape
     run = passes.make(positions, longest, exact, key_length=key_length)
-    embedded = pad_rows(F.embedding(tokens.flatten(), target.embedding), run.padded)
-    out = head(embedded, pad_rows(hidden.reshape(run.rows, -1), run.padded), run, kv)[: run.rows]
+    embedded = run.gather(F.embedding(tokens, target.embedding))
+    out = head(embedded, run.gather(hidden), run, kv)[: run.rows]
     if at is not None:
         out = out.view(b, t, -1)[torch.arange(b, device=out.device), at]
     rows = -(-b // 8) * 8 if exact else b

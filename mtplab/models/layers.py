@@ -1,6 +1,6 @@
 """The layers that Qwen3.5's target and head are made of.
 
-A layer maps x [m, hidden] to the same shape, where m = `Pass.padded`: the b·t tokens of the pass in (b, t) order, then
+A layer maps x [m, hidden] to the same shape, where m = `Pass.padded`: the true tokens of the pass in (b, t) order, then
 padding rows, whose content is never read. Knows nothing of files, names or rounds.
 """
 
@@ -20,11 +20,6 @@ from mtplab.quant.linear import PackedLinear
 
 # under the root of q's and k's norm (transformers' l2norm and flash-linear-attention's)
 L2_EPS = 1e-6
-
-
-def pad_rows(x: Tensor, rows: int) -> Tensor:
-    """x [r, n] with zero rows added up to `rows`."""
-    return x if x.shape[0] == rows else F.pad(x, (0, 0, 0, rows - x.shape[0]))
 
 
 class MLP:
@@ -51,18 +46,18 @@ class Attention:
     def __call__(self, residual: Tensor, x: Tensor, run: Pass, cache: KVCache) -> Tensor:
         c, b, t = self.config, run.batch, run.tokens
         qg, k, v = self.qkv(x)
-        q, gate = qg[: run.rows].view(b, t, c.num_heads, 2 * c.head_dim).chunk(2, dim=-1)
-        qk = torch.cat([q, k[: run.rows].view(b, t, c.num_kv_heads, c.head_dim)], dim=2)
+        q, gate = run.spread(qg).view(b, t, c.num_heads, 2 * c.head_dim).chunk(2, dim=-1)
+        qk = torch.cat([q, run.spread(k).view(b, t, c.num_kv_heads, c.head_dim)], dim=2)
         qk = self.qk_norm(qk)
         turned = qk[..., : c.rotary_dim]
         swapped = turned.roll(c.rotary_dim // 2, dims=-1)
         turned.mul_(run.cos).add_(swapped.mul_(run.sin))
-        q, k = qk.split([c.num_heads, c.num_kv_heads], dim=2)
-        cache.write(run.slots, torch.cat([k.reshape(-1, c.head_dim), v[: run.rows].reshape(-1, c.head_dim)]))
+        q, k = torch.split_with_sizes(qk, (c.num_heads, c.num_kv_heads), dim=2)
+        cache.write(run.slots, torch.cat([k.reshape(-1, c.head_dim), run.spread(v).reshape(-1, c.head_dim)]))
         keys, values = cache.read(run.key_length)
         mixed = attend(q.transpose(1, 2), keys, values, run.bias, run.exact)
-        mixed = mixed.mul_(gate.reshape(b, t, -1).sigmoid()).view(run.rows, -1)
-        return self.out.add_to(residual, pad_rows(mixed, run.padded))
+        mixed = mixed.mul_(gate.reshape(b, t, -1).sigmoid())
+        return self.out.add_to(residual, run.gather(mixed))
 
 
 class GatedDelta:
@@ -92,18 +87,18 @@ class GatedDelta:
         self._qk_norm = RMSNorm(size, L2_EPS / dk)
 
     def __call__(self, residual: Tensor, x: Tensor, run: Pass, state: DeltaState) -> Tensor:
-        c, b, t = self.config, run.batch, run.tokens
+        t = run.tokens
         qkv, z, beta, a = self.inputs(x)
         # gates of all padded rows, [m, v_heads]: their vectorised and scalar forms differ in the last bit
         beta = beta.contiguous().float().sigmoid_()
         log_decay = F.softplus(a.float() + self.dt_bias).mul_(self.minus_a)
-        window = torch.cat([state.conv, qkv[: run.rows].view(b, t, c.conv_dim)], dim=1)
+        window = torch.cat([state.conv, run.spread(qkv)], dim=1)
         q, k, v = self._heads(self._convolve(window, t))
         mix = self._decode if run.valid is None else self._prompt
         out = mix(q, k, v, log_decay, beta, window, run, state)
         # out [b, t, v_heads, dv]
-        out = self.norm(out).to(x.dtype).reshape(run.rows, -1)
-        return self.out.add_to(residual, pad_rows(out, run.padded) * F.silu(z))
+        out = run.gather(self.norm(out).to(x.dtype).flatten(2))
+        return self.out.add_to(residual, out * F.silu(z))
 
     def _convolve(self, window: Tensor, t: int) -> Tensor:
         mixed = window[:, :t] * self.conv_weight[0]
@@ -115,7 +110,7 @@ class GatedDelta:
         """q, k [t, b, v_heads, dk] normalised, v [t, b, v_heads, dv], in float32; each token's rows side by side."""
         c = self.config
         b, t, _ = mixed.shape
-        qk, v = mixed.float().split([2 * c.key_dim, c.value_dim], dim=-1)
+        qk, v = torch.split_with_sizes(mixed.float(), (2 * c.key_dim, c.value_dim), dim=-1)
         qk = qk.reshape(b, t, 2, c.linear_k_heads, c.linear_k_dim)
         qk = self._qk_norm(qk)
         # each key head serves consecutive value heads
@@ -126,8 +121,7 @@ class GatedDelta:
     def _decode(self, q, k, v, log_decay, beta, window, run: Pass, state: DeltaState) -> Tensor:
         c, b, t = self.config, run.batch, run.tokens
         n = b * c.linear_v_heads
-        decay = log_decay.exp_()[: run.rows].view(b, t, -1).transpose(0, 1).reshape(t, n, 1, 1)
-        beta = beta[: run.rows].view(b, t, -1).transpose(0, 1).reshape(t, n, 1, 1)
+        decay, beta = (run.spread(x).transpose(0, 1).reshape(t, n, 1, 1) for x in (log_decay.exp_(), beta))
         q, k, v = (x.reshape(t, n, 1, x.shape[-1]) for x in (q, k, v))
         if t == 1:
             state.conv.copy_(window[:, 1:])
@@ -143,12 +137,8 @@ class GatedDelta:
     def _prompt(self, q, k, v, log_decay, beta, window, run: Pass, state: DeltaState) -> Tensor:
         c, b, t = self.config, run.batch, run.tokens
         n = b * c.linear_v_heads
-        # a padding token has beta 0 and decay 1: the state passes it unchanged
-        true = (torch.arange(t, device=q.device) < run.valid[:, None]).unsqueeze(-1)
-        beta, log_decay = (
-            x[: run.rows].view(b, t, c.linear_v_heads).mul(true).transpose(1, 2).reshape(n, t)
-            for x in (beta, log_decay)
-        )
+        # a token that is not there has beta 0 and decay 1 (`spread` fills zeros): the state passes it unchanged
+        beta, log_decay = (run.spread(x).transpose(1, 2).reshape(n, t) for x in (beta, log_decay))
         q, k, v = (x.permute(1, 2, 0, 3).reshape(n, t, -1) for x in (q, k, v))
         out, state.recurrent = delta_rule_chunked(q, k, v, log_decay, beta, state.recurrent)
         at = run.valid[:, None] + torch.arange(state.conv.shape[1], device=q.device)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from mtplab.models.attend import attention_bias, padded_key_length
@@ -19,8 +20,9 @@ from mtplab.models.config import ModelConfig
 class Pass:
     """Shapes, rotations, masks and cache slots of one pass.
 
-    `valid` [b] is the number of true tokens of each sequence in a prompt segment (the rest is padding), or None when
-    decoding. `rows` = b·t; exact arithmetic works on `padded` rows, the next multiple of 8.
+    Row-wise layers work on the true tokens only, one row each; mixers on [b, t]. `valid` [b] is the number of true
+    tokens of each sequence in a prompt segment and `places` where they lie in (b, t) order; both are None when
+    decoding, where every token is true. Exact arithmetic works on `padded` rows, the next multiple of 8.
     """
 
     batch: int
@@ -32,16 +34,36 @@ class Pass:
     key_length: int
     bias: Tensor | None  # [b, t·group, key_length]
     valid: Tensor | None
+    places: Tensor | None  # [rows]
 
     @property
     def rows(self) -> int:
-        """True rows, b·t."""
-        return self.batch * self.tokens
+        """True tokens."""
+        return self.batch * self.tokens if self.places is None else self.places.shape[0]
 
     @property
     def padded(self) -> int:
         """Rows of every matrix of the pass."""
         return -(-self.rows // 8) * 8 if self.exact else self.rows
+
+    def spread(self, x: Tensor) -> Tensor:
+        """Rows [m, n] → [b, t, n], zero where there is no token."""
+        x = x[: self.rows]
+        if self.places is not None:
+            x = x.new_zeros(self.batch * self.tokens, x.shape[-1]).index_copy_(0, self.places, x)
+        return x.view(self.batch, self.tokens, -1)
+
+    def gather(self, x: Tensor) -> Tensor:
+        """[b, t, n] → rows [m, n] of the true tokens, padding rows zero."""
+        x = x.flatten(0, 1)
+        if self.places is not None:
+            x = x.index_select(0, self.places)
+        return pad_rows(x, self.padded)
+
+
+def pad_rows(x: Tensor, rows: int) -> Tensor:
+    """x [r, n] with zero rows added up to `rows`."""
+    return x if x.shape[0] == rows else F.pad(x, (0, 0, 0, rows - x.shape[0]))
 
 
 class PassMaker:
@@ -86,4 +108,5 @@ class PassMaker:
             key_length=length,
             bias=bias,
             valid=valid,
+            places=None if valid is None else (self._keys[:t] < valid[:, None]).flatten().nonzero().flatten(),
         )

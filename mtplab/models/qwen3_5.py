@@ -16,7 +16,7 @@ from torch import Tensor
 
 from mtplab.models.cache import DeltaState, KVCache
 from mtplab.models.config import ModelConfig
-from mtplab.models.layers import MLP, Attention, GatedDelta, pad_rows
+from mtplab.models.layers import MLP, Attention, GatedDelta
 from mtplab.models.norm import RMSNorm
 from mtplab.models.parameters import Parameters
 from mtplab.models.passes import Pass
@@ -62,7 +62,7 @@ class Target:
 
     def __call__(self, tokens: Tensor, run: Pass, caches: list[Cache]) -> Tensor:
         """tokens [b, t] int64 → hidden [padded rows, hidden] before the final norm; fills the caches."""
-        x = pad_rows(F.embedding(tokens.flatten(), self.embedding), run.padded)
+        x = run.gather(F.embedding(tokens, self.embedding))
         for layer, cache in zip(self.layers, caches, strict=True):
             x = layer(x, run, cache)
         return x

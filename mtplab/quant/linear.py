@@ -61,7 +61,8 @@ class PackedLinear:
         if len(self._parts) == 1:  # every member alike: their order is the weight's
             (part,) = self._parts
             out = part.product(_input(x, part.rounded))
-            return out.split(part.sizes, dim=-1) if len(part.sizes) > 1 else (out,)
+            # Tensor.split is a Python function that costs more than a small operator
+            return torch.split_with_sizes(out, part.sizes, dim=-1) if len(part.sizes) > 1 else (out,)
         found = dict(self._outputs(x))
         return tuple(found[i] for i in range(len(self.names)))
 

@@ -11,13 +11,15 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import (
     Qwen3_5TextRotaryEmbedding,
 )
 
-from mtplab import CheckpointError, ConfigError, load_model, quantize_checkpoint
+from mtplab import CheckpointError, ConfigError, generate, load_model, quantize_checkpoint
 from mtplab.config import EngineConfig, SpecConfig
+from mtplab.decode.peek import next_logits
 from mtplab.models.config import parse_config
 from mtplab.models.model import load_configured
 from mtplab.models.passes import PassMaker
 from mtplab.quant.policy import resolve_policy
-from oracle import oracle, oracle_config, oracle_hidden
+from oracle import oracle, oracle_config, oracle_greedy, oracle_hidden
+from tiny import write_tiny
 
 TOLERANCE = 1e-4  # on logits of about ±20, float32
 NONE = resolve_policy("none")
@@ -180,3 +182,52 @@ def test_config_faults_are_named(bundled, key, value, said):
 def test_settings_faults_are_named(bundled, arguments, said):
     with pytest.raises(ConfigError, match=said):
         load_model(bundled, **arguments)
+
+
+OTHER_SHAPES = {
+    "two KV heads, two attention layers": {
+        "num_hidden_layers": 4,
+        "layer_types": ["linear_attention", "full_attention", "linear_attention", "full_attention"],
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 6,
+    },
+    "wide heads, no grouping, tied": {
+        "num_key_value_heads": 2,
+        "head_dim": 24,
+        "linear_num_key_heads": 2,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 12,
+        "tie_word_embeddings": True,
+        "hidden_size": 48,
+    },
+    "attention first, odd vocabulary": {"layer_types": ["full_attention", "linear_attention"], "vocab_size": 131},
+}
+
+
+@pytest.mark.parametrize("shape", list(OTHER_SHAPES))
+def test_other_shapes_equal_transformers_and_stay_lossless(tmp_path, shape):
+    """Random checkpoints of other shapes: logits, greedy tokens of ragged batches, drafts under a quantised cache."""
+    path = write_tiny(tmp_path, seed=2, spread=2.0, **OTHER_SHAPES[shape])
+    model, reference = load_model(path), oracle(path)
+    prompts = [[(7 * i + j) % 15 + 1 for j in range(n)] for i, n in enumerate((1, 15, 16, 17, 40))]
+    for ids in prompts:
+        assert (next_logits(model, ids) - oracle_hidden(reference, ids)[1][-1]).abs().max() < TOLERANCE
+    expected = [oracle_greedy(reference, ids, 20) for ids in prompts]
+    for depth in (0, 1, 5):
+        assert generate(model, prompts, depth=depth, max_new_tokens=20).tokens == expected
+    plain = generate(model, prompts, depth=0, max_new_tokens=20, quant_policy="int4").tokens
+    assert generate(model, prompts, depth=3, max_new_tokens=20, quant_policy="int4").tokens == plain
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_half_precision_runs(bundled, dtype):
+    """BF16 and FP16 compute, as on a GPU: close to float32, and a speculative run goes through."""
+    half, full = load_model(bundled, dtype=dtype), load_model(bundled)
+    ids = full.encode("import os\nimport sys\n")
+    mine, exact = next_logits(half, ids).float(), next_logits(full, ids)
+    assert mine.argmax() == exact.argmax()
+    assert torch.nn.functional.cosine_similarity(mine, exact, dim=0) > 0.99
+    out = generate(half, [ids], depth=2, max_new_tokens=12, quant_policy="int8")
+    assert len(out.tokens[0]) == 12

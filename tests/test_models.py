@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from transformers.masking_utils import create_causal_mask
 from transformers.models.qwen3_5.modeling_qwen3_5 import (
     Qwen3_5DecoderLayer,
@@ -19,7 +21,7 @@ from mtplab.models.model import load_configured
 from mtplab.models.passes import PassMaker
 from mtplab.quant.policy import resolve_policy
 from oracle import oracle, oracle_config, oracle_greedy, oracle_hidden
-from tiny import write_tiny
+from tiny import DEFAULTS, write_tiny
 
 TOLERANCE = 1e-4  # on logits of about ±20, float32
 NONE = resolve_policy("none")
@@ -156,8 +158,14 @@ def test_unknown_architecture_is_named(bundled):
 @pytest.mark.parametrize(
     "key, value, said",
     [
-        ("num_hidden_layers", 5, r"layer_types has 4 entries; expected 5"),
+        ("num_hidden_layers", 5, r"layer_types has 4 entries.*expected 5 entries"),
         ("head_dim", -1, r"head_dim is -1; expected a positive"),
+        ("layer_types", 5, r"layer_types is 5; expected a JSON list"),
+        ("rope_parameters", 7, r"rope_parameters is 7; expected a JSON dict"),
+        ("eos_token_id", {}, r"eos_token_id is \{\}; expected an id"),
+        ("mtp_num_hidden_layers", 3, r"mtp_num_hidden_layers is 3; expected 0 or 1"),
+        ("num_hidden_layers", 10**12, r"expected a positive int of at most 10000"),
+        ("hidden_size", None, r"hidden_size is None|hidden_size is missing"),
         ("num_key_value_heads", 3, r"num_attention_heads is 4; expected a multiple of 3"),
         ("rope_parameters", {"rope_type": "yarn"}, r"rope_type is 'yarn'"),
         ("attention_bias", True, r"attention_bias is true"),
@@ -167,6 +175,27 @@ def test_config_faults_are_named(bundled, key, value, said):
     config = {**load_model(bundled).checkpoint.config, key: value}
     with pytest.raises(CheckpointError, match=said):
         parse_config(config)
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=4,
+)
+
+
+@settings(max_examples=300)
+@given(data=st.data())
+def test_any_value_in_any_key_of_the_config(data):
+    """Whatever a config holds, only CheckpointError comes out."""
+    key = data.draw(st.sampled_from(sorted(DEFAULTS) + ["text_config", "attention_bias", "full_attention_interval"]))
+    config = DEFAULTS | {key: data.draw(JSON)}
+    if data.draw(st.booleans()):
+        config.pop("layer_types", None)
+    try:
+        parse_config(config)
+    except CheckpointError as error:
+        assert "config.json" in str(error)
 
 
 @pytest.mark.parametrize(

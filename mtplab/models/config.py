@@ -7,6 +7,7 @@ The keys are those of transformers' `Qwen3_5TextConfig`; a multimodal wrapper ke
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from mtplab.errors import CheckpointError
@@ -65,41 +66,47 @@ def parse_config(config: dict[str, Any], eos_override: Any = None) -> ModelConfi
     """
     text = config.get("text_config") if isinstance(config.get("text_config"), dict) else config
     model_type = text.get("model_type", config.get("model_type"))
-    if model_type not in MODEL_TYPES:
+    if not isinstance(model_type, str) or model_type not in MODEL_TYPES:
         raise CheckpointError(
-            f"config.json: model_type is {model_type!r}; the families that mtplab runs are {', '.join(MODEL_TYPES)}. "
+            f"config.json: model_type is {model_type!r:.60}; the families that mtplab runs are {', '.join(MODEL_TYPES)}. "
             "The checkpoint can still be opened and planned with mtplab.open_checkpoint()."
         )
 
-    def number(key: str, default: int | float | None = None, kind: type = int) -> Any:
-        value = text.get(key, default)
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or value <= 0:
-            raise CheckpointError(f"config.json: {key} is {value!r}; expected a positive {kind.__name__}")
-        return kind(value)
-
-    layers = number("num_hidden_layers")
-    interval = text.get("full_attention_interval", 4)
-    kinds = text.get("layer_types") or [
-        "linear_attention" if (i + 1) % interval else "full_attention" for i in range(layers)
-    ]
-    unknown = sorted({str(k) for k in kinds} - {"linear_attention", "full_attention"})
-    if unknown or len(kinds) != layers:
+    number = partial(_number, text)
+    layers = number("num_hidden_layers", top=10_000)
+    if text.get("layer_types") is None:
+        interval = number("full_attention_interval", 4)
+        kinds = ["linear_attention" if (i + 1) % interval else "full_attention" for i in range(layers)]
+    else:
+        kinds = _expect(text, "layer_types", list)
+    known = ("linear_attention", "full_attention")
+    if len(kinds) != layers or any(kind not in known for kind in kinds):
         raise CheckpointError(
-            f"config.json: layer_types has {len(kinds)} entries"
-            + (f" with unknown kinds {unknown}" if unknown else "")
-            + f"; expected {layers} entries (num_hidden_layers), each linear_attention or full_attention"
+            f"config.json: layer_types has {len(kinds)} entries, {sorted({str(k)[:40] for k in kinds})}; "
+            f"expected {layers} entries (num_hidden_layers), each {' or '.join(known)}"
         )
     if text.get("attention_bias"):
         raise CheckpointError("config.json: attention_bias is true; Qwen3.5 has no attention biases, found a variant")
     if text.get("hidden_act", "silu") != "silu":
-        raise CheckpointError(f"config.json: hidden_act is {text['hidden_act']!r}; expected 'silu'")
+        raise CheckpointError(f"config.json: hidden_act is {text['hidden_act']!r:.60}; expected 'silu'")
+    mtp_layers = text.get("mtp_num_hidden_layers") or 0
+    if mtp_layers not in (0, 1) or not isinstance(mtp_layers, int):
+        raise CheckpointError(
+            f"config.json: mtp_num_hidden_layers is {mtp_layers!r:.60}; expected 0 or 1 (a Qwen3.5 head)"
+        )
 
-    rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
+    rope_key = "rope_parameters" if text.get("rope_parameters") is not None else "rope_scaling"
+    rope = _expect(text, rope_key, dict) if text.get(rope_key) is not None else {}
     if rope.get("rope_type", "default") != "default":
-        raise CheckpointError(f"config.json: rope_type is {rope['rope_type']!r}; expected 'default'")
+        raise CheckpointError(f"config.json: rope_type is {rope['rope_type']!r:.60}; expected 'default'")
+    rope = {key: text[key] for key in ("partial_rotary_factor", "rope_theta") if key in text} | rope
     heads, hidden = number("num_attention_heads"), number("hidden_size")
     head_dim = number("head_dim", hidden // heads)
-    partial = rope.get("partial_rotary_factor", text.get("partial_rotary_factor", 0.25))
+    rotary_dim = int(head_dim * _number(rope, "partial_rotary_factor", 0.25, float, top=1))
+    if rotary_dim % 2 or rotary_dim == 0:
+        raise CheckpointError(
+            f"config.json: partial_rotary_factor turns {rotary_dim} of {head_dim} features; expected an even number"
+        )
     kv_heads = number("num_key_value_heads", heads)
     k_heads, v_heads = number("linear_num_key_heads"), number("linear_num_value_heads")
     for name, many, few in (("num_attention_heads", heads, kv_heads), ("linear_num_value_heads", v_heads, k_heads)):
@@ -108,8 +115,8 @@ def parse_config(config: dict[str, Any], eos_override: Any = None) -> ModelConfi
 
     eos = eos_override if eos_override is not None else text.get("eos_token_id", config.get("eos_token_id"))
     eos_ids = () if eos is None else tuple(eos) if isinstance(eos, list) else (eos,)
-    if not all(isinstance(i, int) for i in eos_ids):
-        raise CheckpointError(f"config.json: eos_token_id is {eos!r}; expected an id or a list of ids")
+    if not all(isinstance(i, int) and not isinstance(i, bool) for i in eos_ids):
+        raise CheckpointError(f"config.json: eos_token_id is {eos!r:.60}; expected an id or a list of ids")
     return ModelConfig(
         model_type=model_type,
         vocab_size=number("vocab_size"),
@@ -119,8 +126,8 @@ def parse_config(config: dict[str, Any], eos_override: Any = None) -> ModelConfi
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=head_dim,
-        rotary_dim=int(head_dim * partial),
-        rope_theta=float(rope.get("rope_theta", text.get("rope_theta", 10000.0))),
+        rotary_dim=rotary_dim,
+        rope_theta=_number(rope, "rope_theta", 10000.0, float),
         rms_norm_eps=number("rms_norm_eps", 1e-6, float),
         layer_types=tuple(kinds),
         conv_kernel=number("linear_conv_kernel_dim", 4),
@@ -128,9 +135,26 @@ def parse_config(config: dict[str, Any], eos_override: Any = None) -> ModelConfi
         linear_v_heads=v_heads,
         linear_k_dim=number("linear_key_head_dim"),
         linear_v_dim=number("linear_value_head_dim"),
-        mtp_layers=int(text.get("mtp_num_hidden_layers") or 0),
+        mtp_layers=mtp_layers,
         tied_embeddings=bool(text.get("tie_word_embeddings", config.get("tie_word_embeddings", False))),
         max_position=number("max_position_embeddings", 32768),
         eos_token_ids=eos_ids,
         dtype=str(text.get("dtype") or text.get("torch_dtype") or config.get("dtype") or "bfloat16"),
     )
+
+
+def _number(found: dict, key: str, default: float | None = None, kind: type = int, top: float = 2**40) -> Any:
+    """A positive number of this kind, at most `top`."""
+    value = found.get(key, default)
+    wanted = (int, float) if kind is float else int
+    if isinstance(value, bool) or not isinstance(value, wanted) or not 0 < value <= top:
+        said = "is missing" if value is None else f"is {value!r:.60}"
+        raise CheckpointError(f"config.json: {key} {said}; expected a positive {kind.__name__} of at most {top:g}")
+    return kind(value)
+
+
+def _expect(found: dict, key: str, kind: type) -> Any:
+    """A value of this JSON kind."""
+    if not isinstance(found[key], kind):
+        raise CheckpointError(f"config.json: {key} is {found[key]!r:.60}; expected a JSON {kind.__name__}")
+    return found[key]

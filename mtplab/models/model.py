@@ -194,9 +194,12 @@ def _eos_override(checkpoint: Checkpoint):
     if not file.is_file():
         return None
     try:
-        return json.loads(file.read_text(encoding="utf-8")).get("eos_token_id")
-    except (ValueError, AttributeError) as error:
-        raise CheckpointError(f"{file}: expected a JSON object, found something else ({error})") from None
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise CheckpointError(f"{file}: expected a JSON object, found text that is not JSON ({error})") from None
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{file}: expected a JSON object, found a {type(found).__name__}")
+    return found.get("eos_token_id")
 
 
 def _device(device: str | torch.device) -> torch.device:

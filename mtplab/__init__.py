@@ -21,6 +21,7 @@ _WHERE = {
     "generate": "mtplab.decode",
     "Cancelled": "mtplab.decode",
     "sweep": "mtplab.study",
+    "compare_hidden": "mtplab.study.hidden",
 }
 
 __all__ = [
@@ -29,6 +30,7 @@ __all__ = [
     "ConfigError",
     "MtplabError",
     "__version__",
+    "compare_hidden",
     "generate",
     "load_model",
     "open_checkpoint",
@@ -43,6 +45,7 @@ if TYPE_CHECKING:
     from mtplab.models import load_model
     from mtplab.quant.export import quantize_checkpoint
     from mtplab.study import sweep
+    from mtplab.study.hidden import compare_hidden
 
 
 def __getattr__(name: str) -> Any:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from faults import FAULTS, with_draft
-from mtplab import generate, load_model
+from mtplab import compare_hidden, generate, load_model
 from mtplab.models.norm import RMSNorm
 
 PROMPTS = [
@@ -51,3 +51,12 @@ def test_hidden_stage_is_one_call_apart(healthy, stage):
     )
     assert after.tokens == before.tokens
     assert after.stats != before.stats
+
+
+def test_hidden_stages_in_one_call(healthy):
+    """All four choices at once; the engines' choice is the one `generate` makes."""
+    model, good = healthy
+    found = compare_hidden(model, PROMPTS, depth=3, max_new_tokens=48)
+    assert len(found) == 4 and next(iter(found)) == ("post_norm", "post_norm")
+    assert found["post_norm", "post_norm"] == good.stats
+    assert found["pre_norm", "post_norm"].acceptance_length < good.stats.acceptance_length, "trained on post_norm"

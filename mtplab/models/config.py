@@ -68,7 +68,7 @@ def parse_config(config: dict[str, Any], eos_override: Any = None) -> ModelConfi
     model_type = text.get("model_type", config.get("model_type"))
     if not isinstance(model_type, str) or model_type not in MODEL_TYPES:
         raise CheckpointError(
-            f"config.json: model_type is {model_type!r:.60}; the families that mtplab runs are {', '.join(MODEL_TYPES)}. "
+            f"config.json: model_type is {model_type!r:.60}; mtplab runs {' and '.join(MODEL_TYPES)}. "
             "The checkpoint can still be opened and planned with mtplab.open_checkpoint()."
         )
 

@@ -1,0 +1,39 @@
+"""Which hidden states the head should read: the A/B that engines disagree about, in one call.
+
+vLLM, SGLang and lmdeploy give the head the target's hidden state after its final norm, and feed the head's own back
+after its norm; others assert before. Output is the same either way, so acceptance is what tells them apart.
+"""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import Any, NamedTuple
+
+from mtplab.decode import AcceptanceStats, generate
+from mtplab.decode.generate import Prompts
+from mtplab.models import Model
+
+STAGES = ("post_norm", "pre_norm")
+
+
+class HiddenStages(NamedTuple):
+    """What the head read of the target, and what it was fed back of its own."""
+
+    target: str
+    draft: str
+
+
+def compare_hidden(
+    model: Model, prompts: Prompts, depth: int = 3, **settings: Any
+) -> dict[HiddenStages, AcceptanceStats]:
+    """Acceptance under all four choices, on the same prompts; `settings` are those of `generate`.
+
+    The engines' choice comes first. A higher acceptance length is the better reading of this checkpoint. Raises what
+    `generate` raises.
+    """
+    return {
+        HiddenStages(target, draft): generate(
+            model, prompts, depth, target_hidden=target, draft_hidden=draft, **settings
+        ).stats
+        for target, draft in product(STAGES, STAGES)
+    }

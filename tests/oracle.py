@@ -8,6 +8,7 @@ import torch
 from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
 
 from mtplab import open_checkpoint
+from mtplab.bench.peer import greedy, load_transformers
 
 
 def oracle_config(path: Path) -> Qwen3_5TextConfig:
@@ -19,18 +20,8 @@ def oracle_config(path: Path) -> Qwen3_5TextConfig:
 
 def oracle(path: Path) -> Qwen3_5ForCausalLM:
     """transformers' model in float32 with eager attention, every target weight of the checkpoint loaded, strictly."""
-    checkpoint, config = open_checkpoint(path), oracle_config(path)
-    config._attn_implementation = "eager"
-    model = Qwen3_5ForCausalLM(config).float().eval()
-    scales = ("_scale_inv", "_scale")
-    state = {
-        name.replace("model.language_model.", "model."): checkpoint.dequantize(name)
-        for name in checkpoint.tensors
-        if not name.startswith("mtp.") and not name.endswith(scales)
-    }
-    missing, unexpected = model.load_state_dict(state, strict=False)
-    assert not unexpected and set(missing) <= {"lm_head.weight"}, (missing, unexpected)
-    model.tie_weights()
+    model = load_transformers(open_checkpoint(path))
+    model.set_attn_implementation("eager")
     return model
 
 
@@ -41,11 +32,6 @@ def oracle_hidden(model: Qwen3_5ForCausalLM, ids: list[int]) -> tuple[torch.Tens
     return out.last_hidden_state[0], model.lm_head(out.last_hidden_state)[0]
 
 
-@torch.no_grad()
 def oracle_greedy(model: Qwen3_5ForCausalLM, ids: list[int], n: int) -> list[int]:
     """n greedy tokens by transformers' own cached generate."""
-    out = model.generate(
-        torch.tensor([ids]), attention_mask=torch.ones(1, len(ids), dtype=torch.long), max_new_tokens=n,
-        do_sample=False, eos_token_id=None, pad_token_id=0,
-    )  # fmt: skip
-    return out[0, len(ids) :].tolist()
+    return greedy(model, ids, n)

@@ -12,10 +12,11 @@ import pytest
 from mtplab.errors import ConfigError
 from mtplab.report import Conclusion, RoundsView, acceptance_table, plan_summary, resolve_path
 from mtplab.report.conclusion import length_error
-from mtplab.report.progress import Clock, duration
+from mtplab.report.progress import Clock
 from mtplab.report.rows import as_records
 from mtplab.report.tables import html_table, plan_table
 from mtplab.report.text import escape, human_bytes, json_island, plain
+from mtplab.study.progress import duration
 from tests.report_fakes import module, plan, row, rows
 
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)>\"'&\u202eabc\x1b[31m\x07"

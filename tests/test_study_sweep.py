@@ -20,7 +20,7 @@ import study_fakes as fakes
 from mtplab.config import EngineConfig, SpecConfig
 from mtplab.errors import ConfigError, MtplabError
 from mtplab.study import Prompt, ResultRow, read_rows, sweep
-from mtplab.study.progress import Estimator, clock
+from mtplab.study.progress import Estimator, duration
 
 PROMPTS = [[1, 2, 3], [4, 5], [6]]
 
@@ -238,7 +238,7 @@ def test_estimator_by_hand():
     # depth 2 is nearest to 1, depth 7 to 5; half of the first row is done
     assert estimate.remaining([2, 7], loads=2, spent=1.5) == 3.0 - 1.5 + 10.0 + 3.0
     assert estimate.remaining([], 0) == 0.0
-    assert [clock(s) for s in (7.6, 200, 7500)] == ["8 s", "3 min 20 s", "2 h 05 min"]
+    assert [duration(s) for s in (7.6, 200, 7500)] == ["8 s", "3 min 20 s", "2 h 05 min"]
 
 
 def test_greedy_output_that_depends_on_depth_is_a_finding(checkpoint, tmp_path):

@@ -17,8 +17,9 @@ import ipywidgets as widgets
 
 from mtplab.errors import ConfigError, MtplabError
 from mtplab.report.picture import Picture
-from mtplab.report.progress import Clock, duration
+from mtplab.report.progress import Clock
 from mtplab.report.text import escape
+from mtplab.study.progress import duration
 
 __all__ = ["Panel", "Progress"]
 

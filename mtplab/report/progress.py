@@ -10,22 +10,13 @@ import uuid
 from typing import Any
 
 from mtplab.report.text import escape, plain
+from mtplab.study.progress import duration
 
-__all__ = ["PROGRESS_MIME", "Clock", "NotebookProgress", "duration"]
+__all__ = ["PROGRESS_MIME", "Clock", "NotebookProgress"]
 
 #: Beside the text, each update carries `{"done", "total", "label"}` under this type, so that whoever executes
 #: the notebook (the report, the CLI) can move a bar of its own.
 PROGRESS_MIME = "application/vnd.mtplab.progress+json"
-
-
-def duration(seconds: float) -> str:
-    """`8 s`, `2 min 05 s`, `1 h 12 min`."""
-    whole = max(0, round(seconds))
-    if whole < 60:
-        return f"{whole} s"
-    if whole < 3600:
-        return f"{whole // 60} min {whole % 60:02d} s"
-    return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
 
 
 class Clock:

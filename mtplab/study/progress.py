@@ -32,11 +32,11 @@ class SweepProgress:
     remaining: float | None
 
     def __str__(self) -> str:
-        left = "estimating" if self.remaining is None else f"{clock(self.remaining)} to go"
+        left = "estimating" if self.remaining is None else f"{duration(self.remaining)} to go"
         return f"{self.done}/{self.total} rows, {left}" + (f" · {self.current}" if self.current else "")
 
 
-def clock(seconds: float) -> str:
+def duration(seconds: float) -> str:
     """`8 s`, `3 min 20 s`, `2 h 05 min`."""
     whole = max(0, round(seconds))
     if whole < 60:

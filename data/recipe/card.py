@@ -121,6 +121,12 @@ def same_texts() -> str:
     )
 
 
+def margins() -> dict[str, str]:
+    """The widest logit margin at which an engine's text parted from ours, by engine."""
+    rows = json.loads((RESULTS / "partings.json").read_text())
+    return {f"margin_{e}": f"{max((r['margin'] for r in rows if r['engine'] == e), default=0):.4f}" for e in ENGINES}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", type=Path)
@@ -174,6 +180,7 @@ def main() -> None:
         ),
         "peers": peers(),
         "same_texts": same_texts(),
+        **margins(),
         "seconds": f"{m['seconds']:.0f}",
     }  # fmt: skip
     text = Template((HERE / "card.md").read_text()).substitute(words)

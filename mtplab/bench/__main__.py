@@ -25,15 +25,18 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m mtplab.bench", description=__doc__)
     parser.add_argument("what", choices=["speed", "products"])
     parser.add_argument("--data", type=Path, default=ROOT / "data", help="folder with the bundled checkpoints")
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--tokens", type=int, default=128)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--prompts", type=int, default=32)
-    parser.add_argument("--max-depth", type=int, default=4)
+    parser.add_argument("--threads", type=positive, default=1)
+    parser.add_argument("--tokens", type=positive, default=128)
+    parser.add_argument("--rounds", type=positive, default=5)
+    parser.add_argument("--prompts", type=positive, default=32)
+    parser.add_argument("--max-depth", type=int, choices=range(17), metavar="0…16", default=5)
     parser.add_argument("--no-compile", action="store_true", help="leave torch.compile out (it takes minutes)")
-    parser.add_argument("-o", "--output", type=Path, help="write the numbers as JSON too")
+    parser.add_argument("-o", "--output", "--json", type=Path, help="write the numbers as JSON too")
     args = parser.parse_args(argv)
+    if args.output and not args.output.parent.is_dir():
+        parser.error(f"--output is {args.output}: there is no folder {args.output.parent}")
     torch.set_num_threads(args.threads)
+    load_before = os.getloadavg()[0]
     if args.what == "products":
         print(products_table(products(load_model(args.data / "tiny-qwen3_5"), 5 * args.rounds)))
         return 0
@@ -47,9 +50,11 @@ def main(argv: list[str] | None = None) -> int:
         print(f"mtplab.bench: {error}", file=sys.stderr)
         return 2
     machine = {
-        "cpu": platform.processor() or platform.machine(),
+        "cpu": cpu_name(),
         "threads": args.threads,
-        "load": os.getloadavg()[0],
+        "load before": round(load_before, 2),
+        "load after": round(os.getloadavg()[0], 2),
+        "python": platform.python_version(),
         **{name: version(name) for name in ("torch", "transformers", "safetensors")},
     }
     print(" · ".join(f"{key} {value}" for key, value in machine.items()))
@@ -62,6 +67,21 @@ def main(argv: list[str] | None = None) -> int:
         rows = {"machine": machine, "decoding": as_rows(lines), "loading": as_rows(load_lines)}
         args.output.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
     return 0
+
+
+def positive(text: str) -> int:
+    """A whole number from 1 up. Raises ValueError, which argparse reports, for any other."""
+    if (value := int(text)) < 1:
+        raise ValueError(text)
+    return value
+
+
+def cpu_name() -> str:
+    """The processor's name where Linux tells it, else its architecture."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text(encoding="utf-8").splitlines() if info.is_file() else []
+    named = (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    return next(named, platform.processor() or platform.machine())
 
 
 def decoding_table(lines: list[Line]) -> str:
@@ -89,7 +109,7 @@ def loading_table(lines: list[Line]) -> str:
     """Milliseconds, and how many times as long as each baseline our loading takes."""
     out = []
     for line in lines:
-        ratio = f"ours takes {line.ratio:.2f}× of it, goal at most {line.goal:g}×" if line.ratio else ""
+        ratio = f"ours takes {line.ratio:.2f}× of it, goal at most {line.goal:g}×: {line.verdict}" if line.ratio else ""
         out.append(f"{line.name:44}  {line.timing.median * 1e3:7.1f} ms  {ratio}".rstrip())
     return "\n".join(out)
 
@@ -103,6 +123,7 @@ def as_rows(lines: list[Line]) -> list[dict]:
             "rate": line.timing.rate if line.timing else None,
             "ratio": line.ratio,
             "goal": line.goal,
+            "verdict": line.verdict,
             "note": line.note,
         }
         for line in lines

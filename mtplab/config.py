@@ -61,12 +61,13 @@ class EngineConfig(_Frozen):
 
 
 class SpecConfig(_Frozen):
-    """How the draft is loaded and used. What is not given follows the target (`from_target`)."""
+    """How the draft is loaded and used. What is not given follows the target (`from_target`); a `quant_policy` of None
+    is the target's of each run."""
 
     exclude: Exclude = None
     model_format: Literal["fp8"] | None = None
-    quant_policy: str = "none"
-    depth: int = Field(default=3, ge=0, le=MAX_DEPTH)
+    quant_policy: str | None = None
+    depth: int = Field(default=3, ge=0, le=MAX_DEPTH, strict=True)
     draft_sampling: Literal["greedy", "sampled"] = "greedy"
     target_hidden: HiddenStage = "post_norm"
     draft_hidden: HiddenStage = "post_norm"
@@ -75,11 +76,11 @@ class SpecConfig(_Frozen):
 
     @classmethod
     def from_target(cls, engine: EngineConfig, **overrides: Any) -> SpecConfig:
-        """The draft's settings: the target's weight format, exclusions and cache policy, unless overridden.
+        """The draft's settings: the target's weight format and exclusions, unless overridden.
 
         An override of None means "as the target".
         """
-        inherited = {key: getattr(engine, key) for key in ("exclude", "model_format", "quant_policy")}
+        inherited = {key: getattr(engine, key) for key in ("exclude", "model_format")}
         return cls.of(**inherited | {key: value for key, value in overrides.items() if value is not None})
 
 
@@ -87,10 +88,10 @@ class SamplingConfig(_Frozen):
     """How tokens are chosen. temperature 0 is greedy; top_k 0 and top_p 1 cut nothing."""
 
     temperature: float = Field(default=0.0, ge=0.0)
-    top_k: int = Field(default=0, ge=0)
+    top_k: int = Field(default=0, ge=0, strict=True)
     top_p: float = Field(default=1.0, gt=0.0, le=1.0)
-    seed: int = Field(default=0, ge=0, lt=2**63)
-    max_new_tokens: int = Field(default=128, ge=1)
+    seed: int = Field(default=0, ge=0, lt=2**63, strict=True)
+    max_new_tokens: int = Field(default=128, ge=1, strict=True)
     ignore_eos: bool = False
 
     @property

@@ -174,7 +174,7 @@ def test_eos_ends_a_sequence_and_comes_last(model):
         assert out.tokens == expected
         for stats, row in zip(out.per_prompt, out.tokens, strict=True):
             assert stats.emitted == len(row) - 1, "the prompt's first token belongs to no round"
-            assert stats.accepted <= stats.emitted
+            assert stats.emitted - stats.rounds <= stats.accepted <= stats.emitted
 
 
 @pytest.mark.parametrize("depth", [0, 1, 4])
@@ -203,7 +203,8 @@ def test_stats_definitions():
 
 def test_max_batch_and_order_change_nothing(model):
     whole = generate(model, PROMPTS, depth=3, max_new_tokens=20)
-    assert generate(model, PROMPTS, depth=3, max_new_tokens=20, max_batch=3).tokens == whole.tokens
+    apart = generate(model, PROMPTS, depth=3, max_new_tokens=20, max_batch=3)
+    assert apart.tokens == whole.tokens and apart.per_prompt == whole.per_prompt
     backwards = generate(model, PROMPTS[::-1], depth=3, max_new_tokens=20)
     assert backwards.tokens == whole.tokens[::-1]
     assert {r.prompt for r in whole.rounds} == set(range(len(PROMPTS)))
@@ -300,6 +301,13 @@ def test_progress_and_cancel(model):
         ({"draft_sampling": "beam"}, "draft_sampling is 'beam'"),
         ({"max_new_tokens": 0}, "max_new_tokens is 0"),
         ({"max_batch": 0}, "max_batch is 0"),
+        ({"max_batch": 1.5}, "max_batch is 1.5"),
+        ({"depth": 2.0}, "depth is 2.0"),
+        ({"depth": True}, "depth is True"),
+        ({"exact": "no"}, "exact is 'no'"),
+        ({"prompts": [[1.7, 2.9]]}, "list of token ids"),
+        ({"prompts": [["12", "13"]]}, "list of token ids"),
+        ({"prompts": [[5] * 4090]}, "prompt 0 has 4090 tokens.*max_position_embeddings of 4096"),
     ],
 )
 def test_faults_are_named(model, arguments, said):
@@ -314,3 +322,52 @@ def test_a_model_without_a_head_says_so(model):
     with pytest.raises(ConfigError, match=r"has no MTP head.*use depth=0"):
         generate(headless, "x", depth=1)
     assert generate(headless, "x", depth=0, max_new_tokens=3).tokens
+
+
+def test_non_finite_logits_are_told(model):
+    """An overflow in the arithmetic is an error that names the prompt, not token 0."""
+    import dataclasses
+
+    from mtplab import MtplabError
+    from mtplab.models.norm import RMSNorm
+
+    broken = RMSNorm(torch.full_like(model.target.norm.weight, torch.inf), model.target.norm.eps)
+    overflowing = dataclasses.replace(model, target=dataclasses.replace(model.target, norm=broken))
+    with pytest.raises(MtplabError, match="prompt 0: the target's logits are NaN or infinite"):
+        generate(overflowing, PROMPTS[:2], depth=1, max_new_tokens=4)
+
+
+def test_settings_say_what_ran(bundled, bundled_fp8):
+    out = generate(load_model(bundled_fp8, draft_exclude="none"), "a", max_new_tokens=2)
+    assert out.settings["spec"]["exclude"] == "none"
+    assert out.settings["exact"] is True
+    half = generate(load_model(bundled, dtype="bfloat16"), "a", max_new_tokens=2)
+    assert half.settings["exact"] is False, "the promise is for float32 on a CPU"
+
+
+def test_a_draft_policy_of_its_own_stays(bundled):
+    """Given at load, the draft's policy holds in every run, also where it equals the target's default."""
+    own = load_model(bundled, quant_policy="int8", draft_quant_policy="int8")
+    memory = generate(own, "a", max_new_tokens=2, quant_policy="int4").memory
+    assert (memory["quant_policy"], memory["draft_quant_policy"]) == ("int4", "int8")
+    follows = load_model(bundled, quant_policy="int8")
+    assert generate(follows, "a", max_new_tokens=2, quant_policy="int4").memory["draft_quant_policy"] == "int4"
+
+
+def test_int4_wants_pairs(tmp_path):
+    odd = load_model(write_tiny(tmp_path, head_dim=17, rope_parameters={"partial_rotary_factor": 0.25}))
+    with pytest.raises(ConfigError, match="head_dim is 17; use int8"):
+        generate(odd, [[1, 2]], depth=1, max_new_tokens=2, quant_policy="int4")
+    assert generate(odd, [[1, 2]], depth=1, max_new_tokens=2, quant_policy="int8").tokens
+
+
+@pytest.mark.slow
+def test_a_compiled_batch_that_shrinks(model):
+    """Sequences that end leave a compiled batch; the rest go on with the right tokens."""
+    import dataclasses
+
+    free = generate(model, PROMPTS[:2], depth=0, max_new_tokens=12, ignore_eos=True).tokens
+    ending = dataclasses.replace(model, config=dataclasses.replace(model.config, eos_token_ids=(free[1][5],)))
+    eager = generate(ending, PROMPTS[:2], depth=1, max_new_tokens=12, exact=False)
+    assert len(set(map(len, eager.tokens))) == 2, "both end together"
+    assert generate(ending, PROMPTS[:2], depth=1, max_new_tokens=12, compile=True).tokens == eager.tokens

@@ -138,3 +138,10 @@ def test_bytes_per_token():
         "fp8_e4m3": 2 * 2 * 64,
         "fp8_e5m2": 2 * 2 * 64,
     }
+
+
+@pytest.mark.parametrize("policy", ["int8", "int4"])
+def test_rows_beyond_the_stored_dtype_stay_finite(policy):
+    rows = torch.full((2, 64), 1e5)
+    codes, meta = CODECS[policy].encode(rows, torch.float16)
+    assert torch.equal(CODECS[policy].decode(codes, meta, torch.float32), torch.full((2, 64), 65504.0))

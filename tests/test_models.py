@@ -14,6 +14,7 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import (
 )
 
 from mtplab import CheckpointError, ConfigError, generate, load_model, quantize_checkpoint
+from mtplab.checkpoint.write import write_safetensors
 from mtplab.config import EngineConfig, SpecConfig
 from mtplab.decode.peek import next_logits
 from mtplab.models.config import parse_config
@@ -21,7 +22,7 @@ from mtplab.models.model import load_configured
 from mtplab.models.passes import PassMaker
 from mtplab.quant.policy import resolve_policy
 from oracle import oracle, oracle_config, oracle_greedy, oracle_hidden
-from tiny import DEFAULTS, write_tiny
+from tiny import DEFAULTS, tiny_tensors, write_tiny
 
 TOLERANCE = 1e-4  # on logits of about ±20, float32
 NONE = resolve_policy("none")
@@ -134,7 +135,7 @@ def test_online_fp8_equals_the_stored_fp8(bundled, tmp_path):
 def test_spec_config_follows_the_target_unless_told():
     engine = EngineConfig(model_format="fp8", quant_policy="int8", exclude=["*.mlp.*"])
     spec = SpecConfig.from_target(engine)
-    assert (spec.model_format, spec.quant_policy, spec.exclude) == ("fp8", "int8", ("*.mlp.*",))
+    assert (spec.model_format, spec.quant_policy, spec.exclude) == ("fp8", None, ("*.mlp.*",))
     assert SpecConfig.from_target(engine, quant_policy="none", exclude="none").exclude == "none"
 
 
@@ -169,6 +170,11 @@ def test_unknown_architecture_is_named(bundled):
         ("num_key_value_heads", 3, r"num_attention_heads is 4; expected a multiple of 3"),
         ("rope_parameters", {"rope_type": "yarn"}, r"rope_type is 'yarn'"),
         ("attention_bias", True, r"attention_bias is true"),
+        ("attn_output_gate", False, r"attn_output_gate is False; expected True"),
+        ("mtp_use_dedicated_embeddings", True, r"mtp_use_dedicated_embeddings is True; expected False"),
+        ("tie_word_embeddings", "no", r"tie_word_embeddings is 'no'; expected true or false"),
+        ("eos_token_id", 99999, r"eos_token_id is 99999; expected an id from 0 to 2047"),
+        ("dtype", "float64", r"config.json: dtype is 'float64'; expected one of bfloat16"),
     ],
 )
 def test_config_faults_are_named(bundled, key, value, said):
@@ -206,6 +212,8 @@ def test_any_value_in_any_key_of_the_config(data):
         ({"dtype": "int8"}, "expected one of bfloat16"),
         ({"quant_policy": "int3"}, "unknown quant_policy 'int3'"),
         ({"model_format": "awq"}, "model_format is 'awq'"),
+        ({"device": "meta"}, "device is 'meta'; expected 'cpu'"),
+        ({"exclude": ["*mlp*"]}, "nothing would be kept from FP8"),
     ],
 )
 def test_settings_faults_are_named(bundled, arguments, said):
@@ -260,3 +268,31 @@ def test_half_precision_runs(bundled, dtype):
     assert torch.nn.functional.cosine_similarity(mine, exact, dim=0) > 0.99
     out = generate(half, [ids], depth=2, max_new_tokens=12, quant_policy="int8")
     assert len(out.tokens[0]) == 12
+
+
+@pytest.mark.parametrize("name", ["model.norm.weight", "model.layers.0.linear_attn.A_log", "mtp.fc.weight"])
+def test_a_nan_in_any_weight_is_named(tmp_path, name):
+    """One NaN would make every token id 0 (often EOS), or acceptance 0 %, without a word."""
+    tensors = tiny_tensors(DEFAULTS)
+    tensors[name].view(-1)[3 % tensors[name].numel()] = float("nan")
+    write_tiny(tmp_path)
+    write_safetensors(tmp_path / "model.safetensors", tensors)
+    with pytest.raises(CheckpointError, match=rf"{name}: 1 of \d+ values are NaN"):
+        load_model(tmp_path)
+
+
+@pytest.mark.parametrize("name, dtype", [("model.embed_tokens.weight", "I64"), ("mtp.fc.weight", "U8")])
+def test_integers_are_not_read_as_numbers(tmp_path, name, dtype):
+    tensors = tiny_tensors(DEFAULTS)
+    tensors[name] = tensors[name].to(torch.int64 if dtype == "I64" else torch.uint8)
+    write_tiny(tmp_path)
+    write_safetensors(tmp_path / "model.safetensors", tensors)
+    with pytest.raises(CheckpointError, match=f"{name} is stored as {dtype}; expected BF16"):
+        load_model(tmp_path)
+
+
+@pytest.mark.parametrize("content, said", [("[" * 200_000, "generation_config.json"), ('{"eos_token_id": "x"}', "'x'")])
+def test_generation_config_faults_name_that_file(tmp_path, content, said):
+    (write_tiny(tmp_path) / "generation_config.json").write_text(content)
+    with pytest.raises(CheckpointError, match=f"generation_config.json.*{said}|{said}"):
+        load_model(tmp_path)

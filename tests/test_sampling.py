@@ -49,6 +49,8 @@ def test_distribution_top_k_and_top_p():
     assert float(top2[0] / top2[1]) == pytest.approx(np.e)
     assert (distribution(logits, SamplingConfig(temperature=1.0, top_p=0.7)) > 0).tolist() == [True, True, False, False]
     assert (distribution(logits, SamplingConfig(temperature=1.0, top_p=1e-9)) > 0).sum() == 1
+    tiny = distribution(logits, SamplingConfig(temperature=1e-310))
+    assert tiny.tolist() == [1.0, 0.0, 0.0, 0.0], "a tiny temperature is greedy, not NaN"
     sharp = distribution(logits, SamplingConfig(temperature=0.5))
     assert float(sharp[0] / sharp[1]) == pytest.approx(np.e**2)
 

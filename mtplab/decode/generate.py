@@ -5,6 +5,7 @@ Checks and translates what the caller gave, splits prompts into batches, gathers
 
 from __future__ import annotations
 
+import operator
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -50,12 +51,13 @@ def generate(
         prompts: a string, strings, or lists of token ids; none empty.
         depth: draft tokens per round, 0 (plain decoding) to 16.
         temperature: 0 is greedy; above, the output's distribution is the target's after top_k and top_p.
-        seed: the same call gives the same tokens, however prompts are batched.
+        seed: the same call gives the same tokens; with exact arithmetic, however prompts are batched.
         quant_policy: KV-cache policy of the target (the model's default if None); draft_quant_policy: of the draft
             (the target's of this run if None, unless the model was loaded with one of its own).
         draft_sampling: "greedy" drafts are the draft's likeliest tokens at any temperature, "sampled" ones are drawn.
         target_hidden, draft_hidden: hidden states that the head reads and feeds back, "post_norm" or "pre_norm".
-        exact: arithmetic whose rows do not depend on each other (the model's setting if None).
+        exact: arithmetic whose rows do not depend on each other (the model's setting if None); on a CPU in float32
+            only, and `settings["exact"]` says whether it was.
         compile: run the passes through torch.compile: faster at batch 1, after some seconds for each new depth, batch
             or 256 tokens of context; never exact.
         max_batch: prompts decoded at once.
@@ -67,16 +69,15 @@ def generate(
     if draft_quant_policy is not None:
         draft_policy = resolve_policy(draft_quant_policy)
     else:
-        own = model.policy("draft")
-        draft_policy = policy if own == model.policy("target") else own
-    spec = SpecConfig.from_target(
-        model.engine,
-        depth=depth,
-        draft_sampling=draft_sampling,
-        target_hidden=target_hidden,
-        draft_hidden=draft_hidden,
-        quant_policy=draft_policy.name,
-    )
+        draft_policy = policy if model.spec.quant_policy is None else model.policy("draft")
+    asked = {
+        "depth": depth,
+        "draft_sampling": draft_sampling,
+        "target_hidden": target_hidden,
+        "draft_hidden": draft_hidden,
+        "quant_policy": draft_policy.name,
+    }
+    spec = SpecConfig.of(**model.spec.model_dump() | asked)
     sampling = SamplingConfig.of(
         temperature=temperature,
         top_k=top_k,
@@ -90,12 +91,23 @@ def generate(
             f"depth is {depth}, but {model.checkpoint.path} has no MTP head (mtp_num_hidden_layers is "
             f"{model.config.mtp_layers}); use depth=0"
         )
-    if max_batch < 1:
-        raise ConfigError(f"max_batch is {max_batch}; expected at least 1")
+    if not isinstance(max_batch, int) or isinstance(max_batch, bool) or max_batch < 1:
+        raise ConfigError(f"max_batch is {max_batch!r}; expected a whole number of at least 1")
+    for name, flag in (("exact", exact), ("compile", compile)):
+        if flag not in (None, True, False):
+            raise ConfigError(f"{name} is {flag!r}; expected True or False")
     if compile and exact:
         raise ConfigError("compile and exact are both true; compiled arithmetic is not exact: choose one")
-    exact = model.engine.exact and not compile if exact is None else exact
+    wanted = model.engine.exact and not compile if exact is None else exact
+    exact = bool(wanted) and model.can_be_exact
     ids = token_ids(model, prompts)
+    room = model.config.max_position - max_new_tokens
+    long = next((i for i, prompt in enumerate(ids) if len(prompt) > room), None)
+    if long is not None:
+        raise ConfigError(
+            f"prompt {long} has {len(ids[long])} tokens, and with {max_new_tokens} new ones passes the model's "
+            f"max_position_embeddings of {model.config.max_position}; shorten it or lower max_new_tokens"
+        )
 
     tokens, records, prefill_seconds = [], [], 0.0
     began = time.perf_counter()
@@ -145,8 +157,8 @@ def token_ids(model: Model, prompts: Prompts) -> list[list[int]]:
             ids = model.encode(prompt)
         else:
             try:
-                ids = [int(t) for t in prompt]
-            except (TypeError, ValueError):
+                ids = [_token_id(t) for t in prompt]
+            except TypeError:
                 raise ConfigError(f"prompt {i} is {prompt!r:.60}; expected a string or a list of token ids") from None
         if not ids:
             raise ConfigError(f"prompt {i} is empty; expected at least one token")
@@ -155,3 +167,10 @@ def token_ids(model: Model, prompts: Prompts) -> list[list[int]]:
             raise ConfigError(f"prompt {i} has token id {wrong}; expected 0 to {model.config.vocab_size - 1}")
         out.append(ids)
     return out
+
+
+def _token_id(value: object) -> int:
+    """A whole number as it is; a float, a string or a bool is a mistake, not an id. Raises TypeError."""
+    if isinstance(value, bool):
+        raise TypeError("a bool")
+    return operator.index(value)

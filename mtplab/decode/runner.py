@@ -8,6 +8,7 @@ target's hidden states, so that its cache never keeps what it imagined.
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -24,6 +25,7 @@ from mtplab.decode.sampling import distribution, greedy, sample
 from mtplab.decode.state import RunState
 from mtplab.decode.stats import Progress, RoundRecord
 from mtplab.decode.steps import Steps
+from mtplab.errors import MtplabError
 from mtplab.models import Model
 from mtplab.models.attend import KEY_BLOCK
 from mtplab.models.delta_rule import CHUNK
@@ -173,6 +175,7 @@ class Run:
         return torch.stack(drafts, 1), torch.stack(probs, 1) if probs else None
 
     def _verdict(self, drafts: Tensor, draft_probs: Tensor | None, logits: Tensor) -> Verdict:
+        self._check(logits)
         if self.sampling.greedy:
             return accept_greedy(drafts, greedy(logits))
         positions = self.lengths[:, None] + np.arange(self.k + 1)
@@ -186,9 +189,21 @@ class Run:
 
     def _choose(self, logits: Tensor, positions: np.ndarray) -> Tensor:
         """The target's own token at each position: logits [b, t, v], positions [b, t] → [b, t]."""
+        self._check(logits)
         if self.sampling.greedy:
             return greedy(logits)
         return sample(distribution(logits, self.sampling), self._uniform(positions, Purpose.SAMPLE))
+
+    def _check(self, logits: Tensor) -> None:
+        """A NaN would be taken for the likeliest token: say so instead. The largest logit is NaN if any is."""
+        if math.isfinite(float(logits.amax())):
+            return
+        row = int((~logits.amax(dim=(1, 2)).isfinite()).nonzero()[0])
+        raise MtplabError(
+            f"prompt {self.first + self.live[row]}: the target's logits are NaN or infinite after "
+            f"{int(self.lengths[row])} tokens. The weights are finite, so the arithmetic overflowed: try "
+            "dtype='float32', or mtplab.load_model(..., activation_rounding=False) to see whether rounding does it."
+        )
 
     def _append(self, accepted: np.ndarray, tokens: list[list[int]], prompt: bool = False) -> None:
         """Emit up to accepted[i] + 1 tokens of row i, end what has finished and drop it from the batch."""
@@ -220,7 +235,7 @@ class Run:
         self.state.select(index)
         if self._unread is not None:
             given, tokens, start, at = self._unread
-            width = int(at[rows].max()) + 1
+            width = tokens.shape[1] if self.compiled else int(at[rows].max()) + 1
             self._unread = given[index, :width], tokens[index, :width], start[rows], at[rows]
 
     def _given(self, hidden: Tensor) -> Tensor:

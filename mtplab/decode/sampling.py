@@ -18,7 +18,9 @@ def distribution(logits: Tensor, sampling: SamplingConfig) -> Tensor:
     mass reaches p, at least one.
     """
     assert sampling.temperature > 0
-    scaled = logits.double() / sampling.temperature
+    # from the likeliest down, so that a tiny temperature overflows to −∞ and never to NaN
+    scaled = logits.double()
+    scaled = (scaled - scaled.amax(-1, keepdim=True)) / sampling.temperature
     v = scaled.shape[-1]
     if 0 < sampling.top_k < v:
         floor = scaled.topk(sampling.top_k, dim=-1).values[..., -1:]

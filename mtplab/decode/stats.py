@@ -1,6 +1,7 @@
 """What a run did: tokens, rounds and acceptance, under the names of the field.
 
-The definitions are vLLM's and SGLang's: acceptance length counts the bonus, per-position acceptance is unconditional.
+As in vLLM and SGLang, acceptance length counts the bonus and per-position acceptance is unconditional. Unlike vLLM,
+which counts a verdict before it looks for the end, tokens cut off by EOS or the budget are not counted as accepted.
 Knows nothing of how tokens came about.
 """
 

@@ -146,4 +146,7 @@ class DeltaState:
         self.conv = self.conv.index_select(0, rows)
         shaped = self.recurrent.view(-1, self.heads, *self.recurrent.shape[1:])
         self.recurrent = shaped.index_select(0, rows).flatten(0, 1)
-        self._window = self._steps = None
+        self._window = None
+        if self._steps is not None:
+            steps, self._steps = len(self._steps), None
+            self.step_buffer(steps)

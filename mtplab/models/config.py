@@ -13,6 +13,9 @@ from typing import Any
 from mtplab.errors import CheckpointError
 
 MODEL_TYPES = ("qwen3_5_text", "qwen3_5")
+DTYPES = ("bfloat16", "float16", "float32")
+# settings that would change the arithmetic, and the only value it is written for
+_REFUSED = {"attn_output_gate": True, "mtp_use_dedicated_embeddings": False}
 
 
 @dataclass(frozen=True)
@@ -58,7 +61,9 @@ class ModelConfig:
         return 2 * self.key_dim + self.value_dim
 
 
-def parse_config(config: dict[str, Any], eos_override: Any = None) -> ModelConfig:
+def parse_config(
+    config: dict[str, Any], eos_override: Any = None, eos_file: str = "generation_config.json"
+) -> ModelConfig:
     """Read a model's sizes from its parsed config.json.
 
     `eos_override` is `eos_token_id` of generation_config.json (an id, a list of ids or None), which wins over the
@@ -115,11 +120,24 @@ def parse_config(config: dict[str, Any], eos_override: Any = None) -> ModelConfi
 
     eos = eos_override if eos_override is not None else text.get("eos_token_id", config.get("eos_token_id"))
     eos_ids = () if eos is None else tuple(eos) if isinstance(eos, list) else (eos,)
-    if not all(isinstance(i, int) and not isinstance(i, bool) for i in eos_ids):
-        raise CheckpointError(f"config.json: eos_token_id is {eos!r:.60}; expected an id or a list of ids")
+    vocabulary = number("vocab_size")
+    if not all(isinstance(i, int) and not isinstance(i, bool) and 0 <= i < vocabulary for i in eos_ids):
+        where = "config.json" if eos_override is None else eos_file
+        raise CheckpointError(
+            f"{where}: eos_token_id is {eos!r:.60}; expected an id from 0 to {vocabulary - 1}, or a list of ids"
+        )
+    dtype = text.get("dtype") or text.get("torch_dtype") or config.get("dtype") or DTYPES[0]
+    if dtype not in DTYPES:
+        raise CheckpointError(f"config.json: dtype is {dtype!r:.60}; expected one of {', '.join(DTYPES)}")
+    for key, wanted in _REFUSED.items():
+        if text.get(key, wanted) is not wanted:
+            raise CheckpointError(f"config.json: {key} is {text[key]!r:.60}; expected {wanted}: a variant mtplab lacks")
+    tied = text.get("tie_word_embeddings", config.get("tie_word_embeddings", False))
+    if not isinstance(tied, bool):
+        raise CheckpointError(f"config.json: tie_word_embeddings is {tied!r:.60}; expected true or false")
     return ModelConfig(
         model_type=model_type,
-        vocab_size=number("vocab_size"),
+        vocab_size=vocabulary,
         hidden_size=hidden,
         intermediate_size=number("intermediate_size"),
         num_layers=layers,
@@ -136,10 +154,10 @@ def parse_config(config: dict[str, Any], eos_override: Any = None) -> ModelConfi
         linear_k_dim=number("linear_key_head_dim"),
         linear_v_dim=number("linear_value_head_dim"),
         mtp_layers=mtp_layers,
-        tied_embeddings=bool(text.get("tie_word_embeddings", config.get("tie_word_embeddings", False))),
+        tied_embeddings=tied,
         max_position=number("max_position_embeddings", 32768),
         eos_token_ids=eos_ids,
-        dtype=str(text.get("dtype") or text.get("torch_dtype") or config.get("dtype") or "bfloat16"),
+        dtype=dtype,
     )
 
 

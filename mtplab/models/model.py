@@ -5,14 +5,14 @@ Knows nothing of rounds: it makes caches and passes for whoever runs it.
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from mtplab.checkpoint import Checkpoint, Plan, open_checkpoint
+from mtplab.checkpoint.strict_json import read_json_object
 from mtplab.config import EngineConfig, SpecConfig
 from mtplab.errors import CheckpointError, ConfigError
 from mtplab.models.cache import DeltaState, KVCache
@@ -45,7 +45,13 @@ class Model:
 
     def policy(self, part: str = "target") -> QuantPolicy:
         """The KV-cache policy a run uses by default for "target" or "draft"."""
-        return resolve_policy((self.engine if part == "target" else self.spec).quant_policy)
+        own = self.spec.quant_policy if part == "draft" else None
+        return resolve_policy(self.engine.quant_policy if own is None else own)
+
+    @property
+    def can_be_exact(self) -> bool:
+        """Whether a row's bits can be promised not to depend on its neighbours: float32 on a CPU."""
+        return self.device.type == "cpu" and self.dtype == torch.float32
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a text, without special tokens. Raises CheckpointError if there is no tokenizer."""
@@ -93,6 +99,8 @@ class Model:
 
     def _kv_cache(self, batch: int, capacity: int, policy: QuantPolicy) -> KVCache:
         c = self.config
+        if policy.bits == 4 and c.head_dim % 2:
+            raise ConfigError(f"quant_policy {policy.name} packs pairs, but head_dim is {c.head_dim}; use int8")
         return KVCache(
             policy, batch, c.num_kv_heads, capacity, c.head_dim, self.dtype, self.checkpoint_dtype, self.device
         )
@@ -151,8 +159,9 @@ def load_model(
 def load_configured(path: str | Path | Checkpoint, engine: EngineConfig, spec: SpecConfig) -> Model:
     """`load_model` from validated settings, where the draft's weight format may differ from the target's."""
     checkpoint = path if isinstance(path, Checkpoint) else open_checkpoint(path)
+    _check_exclusions(checkpoint, engine, spec)
     plan = checkpoint.plan(**_plan_arguments(engine, spec))
-    config = parse_config(checkpoint.config, _eos_override(checkpoint))
+    config = parse_config(checkpoint.config, *_eos_override(checkpoint))
     where, stored = _device(engine.device), _dtype(config.dtype)
     compute = _dtype(engine.dtype) if engine.dtype else (torch.float32 if where.type == "cpu" else stored)
     parameters = Parameters(checkpoint, plan, compute, where, engine.activation_rounding)
@@ -173,6 +182,16 @@ def load_configured(path: str | Path | Checkpoint, engine: EngineConfig, spec: S
     )
 
 
+def _check_exclusions(checkpoint: Checkpoint, engine: EngineConfig, spec: SpecConfig) -> None:
+    """An exclusion list with nothing to exclude from would quietly do nothing."""
+    asked = next((e for e in (engine.exclude, spec.exclude) if e not in (None, "published")), None)
+    if asked is not None and checkpoint.quantization is None and not (engine.model_format or spec.model_format):
+        raise ConfigError(
+            f"exclude is {asked!r}, but {checkpoint.path} is not quantised and nothing would be kept from FP8; add "
+            "model_format='fp8', or leave exclude out"
+        )
+
+
 def _plan_arguments(engine: EngineConfig, spec: SpecConfig) -> dict:
     """The plan's arguments: one weight format, and exclusions that keep the other part out of it where they differ."""
     exclude, draft_exclude = engine.exclude, spec.exclude
@@ -188,18 +207,12 @@ def _plan_arguments(engine: EngineConfig, spec: SpecConfig) -> dict:
     }
 
 
-def _eos_override(checkpoint: Checkpoint):
-    """eos_token_id of generation_config.json, which wins over config.json's, or None."""
+def _eos_override(checkpoint: Checkpoint) -> tuple[Any, str]:
+    """(eos_token_id of generation_config.json, which wins over config.json's, or None; the file it is from)."""
     file = checkpoint.path / "generation_config.json"
-    if not file.is_file():
-        return None
-    try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise CheckpointError(f"{file}: expected a JSON object, found text that is not JSON ({error})") from None
-    if not isinstance(found, dict):
-        raise CheckpointError(f"{file}: expected a JSON object, found a {type(found).__name__}")
-    return found.get("eos_token_id")
+    if not file.exists():
+        return None, file.name
+    return read_json_object(file, "the generation settings").get("eos_token_id"), file.name
 
 
 def _device(device: str | torch.device) -> torch.device:
@@ -207,8 +220,12 @@ def _device(device: str | torch.device) -> torch.device:
         where = torch.device(device)
     except RuntimeError:
         raise ConfigError(f"device is {device!r}; expected a torch device such as 'cpu' or 'cuda:0'") from None
+    if where.type not in ("cpu", "cuda"):
+        raise ConfigError(f"device is {str(device)!r}; expected 'cpu', 'cuda' or 'cuda:N'")
     if where.type == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(f"device {device!r} was asked for, but torch sees no GPU here; use device='cpu'")
+        raise ConfigError(f"device {str(device)!r} was asked for, but torch sees no GPU here; use device='cpu'")
+    if where.type == "cuda" and (where.index or 0) >= torch.cuda.device_count():
+        raise ConfigError(f"device is {str(device)!r}, but torch sees {torch.cuda.device_count()} GPUs")
     return where
 
 

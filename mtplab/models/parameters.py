@@ -42,7 +42,7 @@ class Parameters:
     def vector(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
         """A plain tensor of this shape, in `dtype` or the compute dtype."""
         self._expect(name, shape)
-        return self.checkpoint.dequantize(name).to(dtype or self.dtype).to(self.device)
+        return self._values(name).to(dtype or self.dtype).to(self.device)
 
     def one_plus(self, name: str, size: int) -> Tensor:
         """1 + w of a zero-centred RMSNorm [size], in float32: 1 + w does not fit BF16's mantissa."""
@@ -61,13 +61,31 @@ class Parameters:
         self._expect(name, shape)
         decided = self.plan.by_name[module]
         if decided.weight != "fp8":
-            value: Tensor | ScaledTensor = self.checkpoint.dequantize(name)
+            value: Tensor | ScaledTensor = self._values(name)
         elif decided.scale is not None:
             value = ScaledTensor(*self.checkpoint.scaled(name))
         else:
             file = self.checkpoint.tensors[name].file
             value = quantize_block(self.checkpoint.dequantize(name), name=f"{file}: {name}")
         return LinearWeight(module, value, rounded=decided.activation == "fp8" and self.activation_rounding)
+
+    def _values(self, name: str) -> Tensor:
+        """A tensor's float32 values, which must be real numbers: one NaN would make every token of a run id 0."""
+        info = self.checkpoint.tensors[name]
+        if not info.dtype.startswith(("BF16", "F16", "F32", "F64", "F8_")):
+            raise CheckpointError(
+                f"{info.file}: tensor {name} is stored as {info.dtype}; expected BF16, F16, F32 or FP8 with a scale. "
+                "Bytes of an old FP8 writer or a packed format are not read as numbers; export it again."
+            )
+        value = self.checkpoint.dequantize(name)
+        finite = value.isfinite()
+        if not bool(finite.all()):
+            at = (~finite).nonzero()[0].tolist()
+            raise CheckpointError(
+                f"{info.file}: tensor {name}: {int((~finite).sum())} of {value.numel()} values are NaN or infinite, "
+                f"expected none; the first is at {at}. The export is damaged; download or convert it again."
+            )
+        return value
 
     def _expect(self, name: str, shape: tuple[int, ...]) -> None:
         info = self.checkpoint.tensors.get(name)

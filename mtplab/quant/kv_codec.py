@@ -71,7 +71,8 @@ class _Integer:
         constant = (scale.to(meta_dtype) == 0) | (low.abs() > scale * torch.finfo(meta_dtype).max)
         scale = scale.masked_fill_(constant, 1.0)
         zero = -low / scale
-        meta = torch.cat([scale, zero], dim=-1).to(meta_dtype)
+        top = torch.finfo(meta_dtype).max  # a row beyond what the stored dtype holds reads back as its largest number
+        meta = torch.cat([scale, zero], dim=-1).clamp_(-top, top).to(meta_dtype)
         scale, zero = meta.float().split(1, dim=-1)
         codes = (x / scale).add_(zero).add_(0.5).trunc_().clamp_(0, self.levels)
         codes = codes.masked_fill_(constant, 0.0).to(torch.uint8)

@@ -18,15 +18,13 @@ from torch import Tensor
 
 from mtplab.quant.block import ScaledTensor
 
-_linear = torch.ops.mkldnn._linear_pointwise
-
 # the same operators under names of ours: torch.compile has a lowering of its own for oneDNN's, which wants constants
 _library = torch.library.Library("mtplab", "FRAGMENT")
 _library.define("packed_linear(Tensor x, Tensor packed, int n) -> Tensor")
 _library.define("packed_linear_add(Tensor x, Tensor residual, Tensor packed) -> Tensor")
 _every = "CompositeExplicitAutograd"
-_library.impl("packed_linear", lambda x, packed, n: _linear(x, packed, None, "none", [], ""), _every)
-_library.impl("packed_linear_add", lambda x, residual, packed: _linear.binary(x, residual, packed, None, "add"), _every)
+_library.impl("packed_linear", lambda x, packed, n: _linear()(x, packed, None, "none", [], ""), _every)
+_library.impl("packed_linear_add", lambda x, res, packed: _linear().binary(x, res, packed, None, "add"), _every)
 torch.library.register_fake("mtplab::packed_linear", lambda x, packed, n: x.new_empty(x.shape[0], n), lib=_library)
 torch.library.register_fake(
     "mtplab::packed_linear_add", lambda x, residual, packed: torch.empty_like(residual), lib=_library
@@ -34,6 +32,11 @@ torch.library.register_fake(
 
 # rows that the packing is optimised for; every number of rows is served
 _PACK_ROWS = 8
+
+
+def _linear():
+    """oneDNN's product with a packed weight; a torch build may lack it, so it is looked up when needed."""
+    return torch.ops.mkldnn._linear_pointwise
 
 
 class Product(Protocol):
@@ -57,6 +60,7 @@ class PackedProduct:
 
     def __init__(self, weight: Tensor):
         self._out_features = weight.shape[0]
+        self._linear = _linear()
         self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _PACK_ROWS)
 
         self._plain: Tensor | None = None
@@ -77,14 +81,14 @@ class PackedProduct:
             if x.shape[0] == 1 and self._plain is not None:
                 return (x * self._plain.float()).sum(-1).unsqueeze(0)
             return torch.ops.mtplab.packed_linear(x, self._packed, self._out_features)
-        return _linear(x, self._packed, None, "none", [], "")
+        return self._linear(x, self._packed, None, "none", [], "")
 
     def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
         if torch.compiler.is_compiling():
             if x.shape[0] == 1 and self._plain is not None:
                 return residual + (x * self._plain.float()).sum(-1)
             return torch.ops.mtplab.packed_linear_add(x, residual, self._packed)
-        return _linear.binary(x, residual, self._packed, None, "add")
+        return self._linear.binary(x, residual, self._packed, None, "add")
 
     def dense(self) -> Tensor:
         return self._packed.to_dense()

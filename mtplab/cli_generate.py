@@ -20,7 +20,7 @@ def generate(
     path: Annotated[Path, typer.Argument(help="The checkpoint's folder.", metavar="PATH")],
     prompt: Annotated[
         list[str] | None,
-        typer.Option("--prompt", metavar="TEXT", help="A prompt; repeat for more. All run in one batch."),
+        typer.Option("--prompt", metavar="TEXT", help="A prompt; repeat for more. All run together, 64 at a time."),
     ] = None,
     prompts: Annotated[
         str | None, typer.Option(metavar="FILE", help="A .jsonl or .txt file of prompts, or a folder of .jsonl files.")
@@ -128,7 +128,7 @@ def _document(path: Path, model: Any, given: list[str], generation: Any) -> dict
 
     per_prompt = [Counts.of(stats) for stats in generation.per_prompt]
     draft_bytes = model.plan.loaded_nbytes("draft")
-    decoding = max(0.0, generation.seconds - generation.prefill_seconds)
+    decoding = generation.decode_seconds
     whole = Counts.of(generation.stats)
     return {
         "checkpoint": path.resolve().name,

@@ -132,7 +132,7 @@ def generate(model, prompts, depth, max_new_tokens, quant_policy, on_round=None,
         outputs.append(tokens)
         stats.append(FakeStats(depth, rounds, rounds * depth, accepted, max_new_tokens - 1, per_pos))
     return SimpleNamespace(
-        tokens=outputs, per_prompt=stats, seconds=0.5, prefill_seconds=0.25, memory={"state_bytes": 4096}
+        tokens=outputs, per_prompt=stats, decode_seconds=0.25, memory={"state_bytes": 4096}
     )
 
 

@@ -156,7 +156,7 @@ def test_a_name_cannot_write_to_the_terminal(tmp_path: Path) -> None:
     assert "\x1b" not in message and "x1b[31mred" in message
 
 
-# --- mutations: only CheckpointError may come out ---
+# mutations: only CheckpointError may come out
 
 JSON_VALUES = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats() | st.text(max_size=8)

@@ -46,7 +46,7 @@ PUBLISHED = {
 }  # fmt: skip
 
 
-# --- a stored FP8 checkpoint ---
+# a stored FP8 checkpoint
 
 
 @pytest.mark.parametrize("exclude", [None, "published", ["published"], "none"])
@@ -147,7 +147,7 @@ def test_a_pattern_that_is_none_is_an_error(tmp_path: Path, entry: str) -> None:
         ckpt.plan()
 
 
-# --- a BF16 checkpoint ---
+# a BF16 checkpoint
 
 
 def test_a_plain_checkpoint_is_used_as_stored(tmp_path: Path) -> None:
@@ -252,7 +252,7 @@ def test_layers_stand_in_their_order(tmp_path: Path) -> None:
     assert plan.modules[0].name == "model.embed_tokens" and plan.modules[-1].name == "mtp.norm"
 
 
-# --- how it is shown ---
+# how it is shown
 
 
 def test_the_text_table_is_aligned_and_complete(tmp_path: Path) -> None:
@@ -281,7 +281,7 @@ def test_a_warning_reaches_both(tmp_path: Path) -> None:
     assert "warning: " in str(plan) and "<b>" not in plan._repr_html_()
 
 
-# --- size ---
+# size
 
 
 def test_thousands_of_tensors_open_and_plan_quickly(tmp_path: Path) -> None:

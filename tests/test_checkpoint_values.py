@@ -28,7 +28,7 @@ UP_SCALE = "model.layers.0.mlp.up_proj.weight_scale_inv"
 REAL = sorted(path.name for path in CHECKPOINTS.iterdir())
 
 
-# --- files written by real tools ---
+# files written by real tools
 
 
 @pytest.mark.parametrize("name", REAL)
@@ -71,7 +71,7 @@ def test_the_bundled_checkpoints_open(bundled: Path, bundled_fp8: Path) -> None:
         assert (approximate - values).norm() <= 0.04 * values.norm() + 1e-9
 
 
-# --- the definition ---
+# the definition
 
 
 @pytest.mark.parametrize("block", [(128, 128), (64, 32), (1, 130), (300, 7)])
@@ -119,7 +119,7 @@ def test_names_may_leave_out_weight_and_unknown_ones_get_neighbours(tmp_path: Pa
         ckpt.scaled("mtp.fc")
 
 
-# --- pairs that are refused ---
+# pairs that are refused
 
 
 def broken(folder: Path, **changes: torch.Tensor | None) -> Checkpoint:
@@ -257,7 +257,7 @@ def test_dtypes_torch_does_not_have_are_named(tmp_path: Path) -> None:
         open_checkpoint(tmp_path).dequantize("x")
 
 
-# --- the quantisation config ---
+# the quantisation config
 
 
 @pytest.mark.parametrize(

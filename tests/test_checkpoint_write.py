@@ -22,7 +22,7 @@ def left_behind(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-# --- one file ---
+# one file
 
 
 def test_what_is_written_reads_back_everywhere(tmp_path: Path) -> None:
@@ -90,7 +90,7 @@ def test_what_cannot_be_written_is_an_error_of_ours(tmp_path: Path) -> None:
     assert left_behind(tmp_path) == []
 
 
-# --- a checkpoint ---
+# a checkpoint
 
 
 def bf16(folder: Path, shards: int = 1) -> Path:

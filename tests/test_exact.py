@@ -11,7 +11,8 @@ from mtplab.kernels.fp8_reference import round_activation
 from mtplab.models.attend import KEY_BLOCK, attend, attention_bias
 from mtplab.models.delta_rule import CHUNK, delta_rule_chunked, delta_rule_step
 from mtplab.models.norm import RMSNorm
-from mtplab.models.passes import PassMaker, pad_rows
+from mtplab.models.passes import PassMaker
+from mtplab.models.rows import pad_rows
 from mtplab.quant.kv_codec import CODECS
 from mtplab.quant.linear import LinearWeight, PackedLinear
 from mtplab.quant.policy import resolve_policy

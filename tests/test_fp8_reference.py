@@ -5,7 +5,7 @@ import torch
 
 from mtplab.errors import CheckpointError
 from mtplab.kernels import fp8_reference as fp8
-from mtplab.quant.block import BLOCK, ScaledTensor, dequantize_block, quantize_block
+from mtplab.quant.block import BLOCK, ScaledTensor, quantize_block
 from tests.checkpoint_builders import E4M3, dequantised
 
 FP8_DTYPES = [torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz]
@@ -123,7 +123,7 @@ def test_quantising_agrees_with_transformers() -> None:
     assert torch.equal(values.reshape(256, 384), fp8.dequantize_block(codes, scale))
 
 
-# --- activations ---
+# activations
 
 ACTIVATIONS = [(1, 128), (3, 256), (2, 3, 384), (4, 64), (5, 1), (7, 200), (33, 512), (2, 129)]
 
@@ -191,7 +191,7 @@ def test_zeros_stay_zero_and_nan_stays_nan() -> None:
         assert bool(found[0, :128].isnan().all()) and bool(found[0, 128:].isfinite().all())
 
 
-# --- the pair ---
+# the pair
 
 
 def test_a_scaled_tensor_carries_its_block() -> None:
@@ -199,7 +199,7 @@ def test_a_scaled_tensor_carries_its_block() -> None:
     scaled = quantize_block(weight)
     assert isinstance(scaled, ScaledTensor) and scaled.block == BLOCK == (128, 128)
     assert scaled.shape == (130, 200) and scaled.nbytes == 130 * 200 + 4 * 4
-    assert torch.equal(dequantize_block(scaled), dequantised(scaled.data, scaled.scale, BLOCK))
+    assert torch.equal(scaled.dequantize(), dequantised(scaled.data, scaled.scale, BLOCK))
     assert torch.equal(scaled.dequantize(torch.bfloat16), scaled.dequantize().bfloat16())
     moved = scaled.to("cpu")
     assert torch.equal(moved.data.view(torch.uint8), scaled.data.view(torch.uint8)) and moved.block == BLOCK

@@ -58,7 +58,7 @@ def pins() -> dict[str, Requirement]:
     return {canonicalize_name(pin.name): pin for pin in found}
 
 
-# --- constraints.txt ---
+# constraints.txt
 
 
 @pytest.mark.parametrize("name", sorted(requirements("dev") | {"hatchling": None}))
@@ -91,7 +91,7 @@ def test_transformers_is_an_oracle_only():
     assert "transformers" in requirements("dev")
 
 
-# --- what is imported is declared ---
+# what is imported is declared
 
 
 def third_party_imports(path: Path) -> set[str]:
@@ -125,7 +125,7 @@ def test_every_import_is_a_declared_dependency(folder, extras):
         assert {canonicalize_name(name) for name in found} <= allowed, path.relative_to(REPO)
 
 
-# --- wheel and sdist ---
+# wheel and sdist
 
 
 @pytest.fixture(scope="module")
@@ -234,7 +234,7 @@ def test_licence_is_apache():
     assert "END OF TERMS AND CONDITIONS" in text
 
 
-# --- environment.yml ---
+# environment.yml
 
 
 @pytest.fixture(scope="module")
@@ -273,7 +273,7 @@ def test_environment_installs_this_project_with_extras_that_exist(environment):
     assert set(extras) <= set(PROJECT["optional-dependencies"])
 
 
-# --- Makefile, CI and what the pages say about them ---
+# Makefile, CI and what the pages say about them
 
 
 def make_targets() -> set[str]:
@@ -318,7 +318,7 @@ def test_ci_runs_make_test_and_nothing_beside_it():
     assert "pytest" not in script
 
 
-# --- LOG.md and style ---
+# LOG.md and style
 
 
 def test_log_entries_are_dated_newest_first():

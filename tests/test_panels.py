@@ -132,7 +132,7 @@ def test_a_failure_shows_in_the_panel_and_is_raised_when_blocking():
     assert panel.run(block=True) == 6 and panel.error is None
 
 
-# --- the sweep panel ---
+# the sweep panel
 
 
 def sweep_panel(sweep, **options):
@@ -270,7 +270,7 @@ def test_no_panel_uses_pyplot():
     assert subprocess.run([sys.executable, "-c", code], timeout=120).returncode == 0
 
 
-# --- the checkpoint panel ---
+# the checkpoint panel
 
 
 class FakeCheckpoint:

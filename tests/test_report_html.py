@@ -197,7 +197,7 @@ def test_provenance_says_where_it_comes_from(page):
         assert fact in text, fact
 
 
-# --- what can go wrong ---
+# what can go wrong
 
 
 def test_a_failing_cell_is_one_error_and_leaves_no_page(tmp_path, capfd):

@@ -99,7 +99,7 @@ def test_labels_tell_a_draft_that_differs_and_checkpoints_that_mix():
     assert second["weights_label"] == "other as fp8: published (draft: mtp.fc)"
 
 
-# --- conclusions ---
+# conclusions
 
 
 def test_conclusion_takes_its_numbers_from_the_rows():
@@ -144,7 +144,7 @@ def test_length_error_is_that_of_a_mean():
     assert math.isnan(length_error({"per_position": [], "rounds": 0}))
 
 
-# --- rounds ---
+# rounds
 
 
 def generation(tokens, records):
@@ -172,7 +172,7 @@ def test_rounds_are_inert():
     inert(RoundsView(run, lambda ids: HOSTILE * len(ids), prompt=HOSTILE)._repr_html_())
 
 
-# --- progress and paths ---
+# progress and paths
 
 
 def test_time_to_go():

@@ -30,7 +30,7 @@ ROOMS["cli"] = set(CHAIN) | {"bench"}
 HEAVY = ("torch", "triton", "transformers", "matplotlib", "IPython", "ipywidgets", "papermill")
 
 
-# --- reading source ---
+# reading source
 
 
 def tracked_files() -> list[Path]:
@@ -102,7 +102,7 @@ def wrong_way(source: str, module: str, is_package: bool = False) -> list[str]:
     return found
 
 
-# --- one way ---
+# one way
 
 
 def test_imports_go_one_way():
@@ -154,7 +154,7 @@ def test_kernels_that_triton_compiles_import_no_torch():
             assert not names & {"torch", "mtplab"}, path.name
 
 
-# --- lazy, and one name a file ---
+# lazy, and one name a file
 
 
 def run_python(code: str, cwd: Path = REPO) -> str:
@@ -219,7 +219,7 @@ def test_kernels_is_reached_through_the_link():
     assert not (REPO / "kernels" / "__init__.py").exists(), "it would hide other packages named kernels"
 
 
-# --- files ---
+# files
 
 
 def test_files_stay_small():
@@ -303,7 +303,7 @@ def test_no_path_of_one_machine():
     assert not found, "\n".join(found)
 
 
-# --- notebooks and prompts ---
+# notebooks and prompts
 
 
 def notebooks() -> list[Path]:

@@ -10,14 +10,15 @@ from mtplab.models import Model
 from mtplab.models.attend import KEY_BLOCK
 from mtplab.models.delta_rule import CHUNK
 from mtplab.models.passes import PassMaker
+from mtplab.models.rows import round_up
 from mtplab.quant.policy import resolve_policy
 
 
 @torch.inference_mode()
 def next_logits(model: Model, ids: list[int], policy: str = "none") -> Tensor:
     """Logits [v] of the token after `ids`, exact, from one prompt pass under a cache policy."""
-    width = -(-len(ids) // CHUNK) * CHUNK
-    capacity = -(-width // KEY_BLOCK) * KEY_BLOCK
+    width = round_up(len(ids), CHUNK)
+    capacity = round_up(width, KEY_BLOCK)
     passes = PassMaker(model.config, capacity, model.dtype, model.device)
     tokens = F.pad(torch.tensor([ids]), (0, width - len(ids))).to(model.device)
     positions = torch.arange(width, device=model.device)[None]

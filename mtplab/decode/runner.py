@@ -29,7 +29,8 @@ from mtplab.errors import MtplabError
 from mtplab.models import Model
 from mtplab.models.attend import KEY_BLOCK
 from mtplab.models.delta_rule import CHUNK
-from mtplab.models.passes import Pass, PassMaker, pad_rows
+from mtplab.models.passes import Pass, PassMaker
+from mtplab.models.rows import pad_rows, round_up, row_count
 from mtplab.quant.policy import QuantPolicy
 
 # prompts are read in segments of this many tokens, so that attention scores stay small
@@ -61,9 +62,9 @@ class Run:
         self.device = model.device
         self.eos = frozenset() if sampling.ignore_eos else frozenset(model.config.eos_token_ids)
         longest = max(map(len, prompts))
-        need = max(-(-longest // CHUNK) * CHUNK, longest + sampling.max_new_tokens + self.k + 1)
+        need = max(round_up(longest, CHUNK), longest + sampling.max_new_tokens + self.k + 1)
         block = KEY_BLOCK if exact or compiled else 64
-        self.passes = PassMaker(model.config, -(-need // block) * block, model.dtype, self.device)
+        self.passes = PassMaker(model.config, round_up(need, block), model.dtype, self.device)
         self.state = RunState(model, len(prompts), self.passes.capacity, policy, draft_policy, self.k)
         self.steps = Steps(model, self.passes, self.state, exact, compiled)
         self.prompts = prompts
@@ -100,7 +101,7 @@ class Run:
     def prefill(self) -> None:
         """Read the prompts and choose each sequence's first token, which belongs to no round."""
         b, lengths = len(self.prompts), torch.from_numpy(self.lengths).to(self.device)
-        t = -(-int(self.lengths.max()) // CHUNK) * CHUNK
+        t = round_up(int(self.lengths.max()), CHUNK)
         ids = torch.zeros(b, t, dtype=torch.int64)
         for row, prompt in enumerate(self.prompts):
             ids[row, : len(prompt)] = torch.tensor(prompt)
@@ -251,7 +252,7 @@ class Run:
         return self.model.target.logits(self._padded(normed))[: normed.shape[0]]
 
     def _padded(self, x: Tensor) -> Tensor:
-        return pad_rows(x, -(-x.shape[0] // 8) * 8) if self.exact else x
+        return pad_rows(x, row_count(x.shape[0], self.exact))
 
     def _uniform(self, positions: np.ndarray, purpose: Purpose) -> Tensor:
         prompts = np.array([self.first + i for i in self.live])

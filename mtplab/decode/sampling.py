@@ -15,7 +15,7 @@ def distribution(logits: Tensor, sampling: SamplingConfig) -> Tensor:
     """Probabilities [.., v], float64, after temperature, then top-k, then top-p (the order of vLLM and Hugging Face).
 
     temperature must be above 0. Top-k keeps ties with the k-th; top-p keeps the smallest set of likeliest tokens whose
-    mass reaches p, at least one.
+    mass reaches p (as float64 adds it up, so a sum that should equal p may fall just short), at least one.
     """
     assert sampling.temperature > 0
     # from the likeliest down, so that a tiny temperature overflows to −∞ and never to NaN

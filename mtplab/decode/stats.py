@@ -116,6 +116,10 @@ class Generation:
 
     @property
     def tokens_per_second(self) -> float:
-        """Tokens emitted by rounds per second of decoding, the prompts' pass left out."""
-        spent = self.seconds - self.prefill_seconds
-        return self.stats.emitted / spent if spent > 0 else float("nan")
+        """Tokens emitted by rounds per second of `decode_seconds`."""
+        return self.stats.emitted / self.decode_seconds if self.decode_seconds else float("nan")
+
+    @property
+    def decode_seconds(self) -> float:
+        """Seconds of the call less those of the prompts' pass: rounds, and making caches and texts."""
+        return max(0.0, self.seconds - self.prefill_seconds)

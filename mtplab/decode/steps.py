@@ -17,7 +17,8 @@ from torch import Tensor
 from mtplab.decode.state import RunState
 from mtplab.models import Model
 from mtplab.models.attend import KEY_BLOCK
-from mtplab.models.passes import PassMaker, pad_rows
+from mtplab.models.passes import PassMaker
+from mtplab.models.rows import pad_rows, round_up, row_count
 
 # one code object serves every depth, batch and bucket
 _RECOMPILE_LIMIT = 128
@@ -42,8 +43,7 @@ def draft_step(target, head, passes: PassMaker, tokens, hidden, positions, at, l
     out = head(embedded, run.gather(hidden), run, kv)[: run.rows]
     if at is not None:
         out = out.view(b, t, -1)[torch.arange(b, device=out.device), at]
-    rows = -(-b // 8) * 8 if exact else b
-    normed = head.normed(pad_rows(out, rows))
+    normed = head.normed(pad_rows(out, row_count(b, exact)))
     return out, normed[:b], target.logits(normed)[:b]
 
 
@@ -94,5 +94,5 @@ class Steps:
         longest = int(start.max()) + t
         if not self.compiled:
             return positions, (longest, self.exact, None)
-        bucket = min(-(-longest // KEY_BLOCK) * KEY_BLOCK, self.passes.capacity)
+        bucket = min(round_up(longest, KEY_BLOCK), self.passes.capacity)
         return positions, (bucket, self.exact, bucket)

@@ -6,8 +6,9 @@ Knows nothing of how keys and values are stored: it gets them as they are read b
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+
+from mtplab.models.rows import pad_rows, round_up, row_count
 
 # keys are reduced in blocks of this many, in order; a block that no query sees adds exact zeros
 KEY_BLOCK = 256
@@ -15,7 +16,7 @@ KEY_BLOCK = 256
 
 def padded_key_length(length: int, exact: bool) -> int:
     """How many cache slots to read so that `length` of them are covered. Exact attention reads whole blocks."""
-    return -(-length // KEY_BLOCK) * KEY_BLOCK if exact else length
+    return round_up(length, KEY_BLOCK) if exact else length
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, exact: bool) -> Tensor:
@@ -31,12 +32,10 @@ def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, exact: bool) ->
     h_kv, length = k.shape[1], k.shape[2]
     rows = h // h_kv * t
     q = q.reshape(b, h_kv, rows, d)
-    pad = -rows % 8 if exact else 0
-    if pad:
-        q = F.pad(q, (0, 0, 0, pad))
+    q = pad_rows(q, row_count(rows, exact))
     scores = torch.matmul(q, k.transpose(2, 3))
     if bias is not None:
-        (scores[:, :, :rows] if pad else scores).add_(bias.unsqueeze(1))
+        scores[:, :, :rows].add_(bias.unsqueeze(1))
     if not exact:
         out = torch.matmul(scores.softmax(-1), v)
     else:

@@ -18,7 +18,7 @@ class KVCache:
 
     Codes [2, b, h_kv, capacity, d'] hold K and V; integer policies add meta [2, b, h_kv, capacity, 2] (scale, zero) in
     the checkpoint's dtype. Where codes are not what attention reads, a copy as read back is kept beside them, so that a
-    slot is decoded once, when written, and not at every later step; `memory` counts the codes.
+    slot is decoded once, when written, and not at every later step; memory accounts count the codes.
     """
 
     def __init__(

@@ -68,10 +68,6 @@ class Model:
             )
         return self.tokenizer
 
-    def weight_bytes(self, part: str | None = None) -> int:
-        """Bytes of the weights under this plan: of one part of it, or of all."""
-        return self.plan.nbytes(part)
-
     def kv_bytes_per_token(self, policy: str | int | QuantPolicy | None = None, part: str = "target") -> int:
         """KV-cache bytes one token adds, all layers of the target or the draft together."""
         c = self.config

@@ -8,12 +8,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from mtplab.models.attend import attention_bias, padded_key_length
 from mtplab.models.cache import slot_base, slot_index
 from mtplab.models.config import ModelConfig
+from mtplab.models.rows import pad_rows, row_count
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Pass:
     @property
     def padded(self) -> int:
         """Rows of every matrix of the pass."""
-        return -(-self.rows // 8) * 8 if self.exact else self.rows
+        return row_count(self.rows, self.exact)
 
     def spread(self, x: Tensor) -> Tensor:
         """Rows [m, n] → [b, t, n], zero where there is no token."""
@@ -59,11 +59,6 @@ class Pass:
         if self.places is not None:
             x = x.index_select(0, self.places)
         return pad_rows(x, self.padded)
-
-
-def pad_rows(x: Tensor, rows: int) -> Tensor:
-    """x [r, n] with zero rows added up to `rows`."""
-    return x if x.shape[0] == rows else F.pad(x, (0, 0, 0, rows - x.shape[0]))
 
 
 class PassMaker:

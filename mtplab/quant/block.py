@@ -12,7 +12,7 @@ import torch
 from mtplab.errors import CheckpointError
 from mtplab.kernels import fp8_reference
 
-__all__ = ["BLOCK", "ScaledTensor", "dequantize_block", "quantize_block"]
+__all__ = ["BLOCK", "ScaledTensor", "quantize_block"]
 
 BLOCK = (128, 128)  # rows and columns that share a scale in the published block-FP8 layout
 
@@ -58,8 +58,3 @@ def quantize_block(weight: torch.Tensor, block: tuple[int, int] = BLOCK, name: s
             f"the first is at {bad.nonzero()[0].tolist()}."
         )
     return ScaledTensor(data, scale, block)
-
-
-def dequantize_block(scaled: ScaledTensor) -> torch.Tensor:
-    """float32 values [n, k] of a ScaledTensor."""
-    return scaled.dequantize()

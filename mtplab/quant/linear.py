@@ -42,7 +42,7 @@ class PackedLinear:
     """Several weights applied to one input with as few products as their treatment allows.
 
     Members whose input is rounded share one rounding and one GEMM, the others one more; `__call__` returns the
-    members' outputs in the order given. Only the products hold weights, so nothing is in memory twice.
+    members' outputs in the order given. Only the products hold weights.
     """
 
     def __init__(self, weights: list[LinearWeight], dtype: torch.dtype, device: torch.device):

@@ -1,4 +1,4 @@
-"""How a KV cache is stored: one object per `quant_policy`, used by the runner, the trace and the memory account alike.
+"""How a KV cache is stored: one object per `quant_policy`, used by the runner and the memory account alike.
 
 Names and numbers are lmdeploy's (`QuantPolicy` in lmdeploy/messages.py); vLLM's and SGLang's dtype names are aliases.
 Knows nothing of models or caches: a policy encodes rows of heads and reads them back.
@@ -35,7 +35,8 @@ class QuantPolicy:
     def bytes_per_token(self, kv_heads: int, head_dim: int, dtype_bytes: int) -> int:
         """Bytes that one token's K and V take in one layer: codes plus scales and zeros.
 
-        `dtype_bytes` is the size of the checkpoint's dtype, in which unquantised values, scales and zeros are kept.
+        `dtype_bytes` is the size of the checkpoint's dtype, in which scales and zeros are kept, and unquantised values
+        are counted (a run in another compute dtype holds them in that).
         """
         bits = dtype_bytes * 8 if self.bits is None else self.bits
         return 2 * kv_heads * (head_dim * bits // 8 + self.meta * dtype_bytes)
@@ -47,7 +48,7 @@ class QuantPolicy:
 POLICIES: dict[str, QuantPolicy] = {
     p.name: p
     for p in (
-        QuantPolicy("none", 0, None, 0, "the checkpoint's dtype"),
+        QuantPolicy("none", 0, None, 0, "unquantised"),
         QuantPolicy("int4", 4, 4, 2, "asymmetric 4 bit, per token and KV head"),
         QuantPolicy("int8", 8, 8, 2, "asymmetric 8 bit, per token and KV head"),
         QuantPolicy("fp8_e4m3", 16, 8, 0, "E4M3, scale 1"),

@@ -89,30 +89,23 @@ class Conclusion:
         )
 
     def _cache(self) -> str:
-        line, useful = self._useful()
-        if not line:
-            return ""
-        base, parts = line[useful], []
-        for policy in dict.fromkeys(r["policy_label"] for r in self.records):
-            other = self._line(self.reference[0], policy).get(useful) if self.reference else None
-            if other is None or policy == base["policy_label"]:
-                continue
-            part = f"{_cache_words(other)} {_change(other, base)}"
-            parts.append(part + _share(other, base, _kv_bytes, "bytes a token"))
-        return f"Other KV caches at that depth: {'; '.join(parts)}." if parts else ""
+        return self._others("KV caches", "policy_label", _cache_words, _kv_bytes, "bytes a token")
 
     def _exclusions(self) -> str:
+        return self._others("exclusions", "exclude_label", _weights_words, _weight_bytes, "weight bytes")
+
+    def _others(self, what: str, key: str, words: Callable, size: Callable, unit: str) -> str:
+        """How the reference's line compares with those that differ from it in `key` alone, at the depth that pays."""
         line, useful = self._useful()
         if not line:
             return ""
         base, parts = line[useful], []
-        for exclude in dict.fromkeys(r["exclude_label"] for r in self.records):
-            other = self._line(exclude, self.reference[1]).get(useful) if self.reference else None
-            if other is None or exclude == base["exclude_label"]:
-                continue
-            part = f"{_weights_words(other)} {_change(other, base)}"
-            parts.append(part + _share(other, base, _weight_bytes, "weight bytes"))
-        return f"Other exclusions at that depth: {'; '.join(parts)}." if parts else ""
+        for label in dict.fromkeys(r[key] for r in self.records):
+            pair = (label, self.reference[1]) if key == "exclude_label" else (self.reference[0], label)
+            other = self._line(*pair).get(useful)
+            if other is not None and label != base[key]:
+                parts.append(f"{words(other)} {_change(other, base)}" + _share(other, base, size, unit))
+        return f"Other {what} at that depth: {'; '.join(parts)}." if parts else ""
 
     def _repr_html_(self) -> str:
         text = "<br>".join(escape(sentence) for sentence in self.sentences or [_NOTHING])

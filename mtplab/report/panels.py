@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 import traceback
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
@@ -26,7 +27,7 @@ __all__ = ["Panel", "Progress"]
 Progress = Callable[..., None]
 
 
-class Panel:
+class Panel(ABC):
     """Controls with Run and Cancel around one headless function.
 
     A subclass gives `inputs()` (widgets by name, in the order shown), `work(config, progress, cancel)`
@@ -66,17 +67,17 @@ class Panel:
 
     # what a subclass gives
 
+    @abstractmethod
     def inputs(self) -> dict[str, widgets.Widget]:
         """Widgets by the name their value has in `config`."""
-        raise NotImplementedError
 
+    @abstractmethod
     def work(self, config: Mapping[str, Any], progress: Progress, cancel: threading.Event) -> Any:
         """Does the work and returns its result; runs outside the main thread."""
-        raise NotImplementedError
 
+    @abstractmethod
     def draw(self, result: Any) -> None:
         """Shows a result, partial or final."""
-        raise NotImplementedError
 
     def layout(self) -> widgets.Widget:
         """The whole panel; a subclass may arrange its inputs otherwise."""

@@ -1,4 +1,7 @@
-"""Counts of speculative rounds, and the numbers derived from them: the only place that derives them.
+"""Counts of speculative rounds, and the numbers that rows and the command line derive from them.
+
+A run's own `AcceptanceStats` gives the same numbers for use in Python, with nan where no round can tell; rows are
+JSON, which has none, and say null or 0.
 
 This module does not know where the counts come from (a run, a trace, a file) and does no input or output.
 The definitions are those of the serving engines: the bonus token counts towards the acceptance length, the

@@ -1,8 +1,8 @@
 """A point of a sweep: its resolved configuration, and the hash that names its file.
 
 This module does not run points and does not keep results. Depth is no part of a point: every depth shares its
-file. Labels (a folder's name, `published` for a list of globs) are no part either: two ways to say one thing
-resolve to one point. What is: the checkpoint's content, what the plan makes of every module, the settings
+file. Labels (a folder's name, `published` for a list of globs) are no part either: two ways to name a checkpoint or
+an exclusion resolve to one point. What is: the checkpoint's content, what the plan makes of every module, the settings
 that reach the arithmetic or the sampling, and the prompts' token ids.
 """
 

@@ -51,7 +51,7 @@ def produce(
     on_round: Callable[[Any], None] | None = None,
     cancel: Any = None,
 ) -> ResultRow:
-    """Runs the point's prompts, all in one batch, and counts. Errors of the runner pass through."""
+    """Runs the point's prompts in the runner's batches, and counts. Errors of the runner pass through."""
     generation = generate(
         model,
         [list(ids) for ids in config.prompts],
@@ -74,15 +74,10 @@ def produce(
     per_prompt = [Counts.of(stats) for stats in generation.per_prompt]
     counts = Counts.total(per_prompt)
     # prefill is the same work at every depth; what a depth changes is the rest
-    seconds = max(0.0, generation.seconds - generation.prefill_seconds)
+    seconds = generation.decode_seconds
     return ResultRow(
         **_settings(config, depth, labels),
-        tokens=counts.tokens,
-        rounds=counts.rounds,
-        drafted=counts.drafted,
-        accepted=counts.accepted,
-        acceptance_length=counts.acceptance_length,
-        per_position=list(counts.shares),
+        **dict(DomainStats.of(counts)),
         conditional=list(counts.conditional),
         by_domain=_by_domain(config.domains, per_prompt),
         **_bytes(model, config, generation),

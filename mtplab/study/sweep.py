@@ -197,7 +197,7 @@ class _Job:
         self.estimate = Estimator()
         self.started = time.monotonic()
 
-    # -- running ------------------------------------------------------------------------------------------
+    # running
 
     def run_here(self, slot: ModelSlot) -> None:
         """One unit after the other in this thread; units that another process holds come last."""
@@ -283,7 +283,7 @@ class _Job:
             row = error_row(unit.config, depth, unit.labels, one_line(problem))
             return Outcome(rows={depth: row}, computed={depth})
 
-    # -- telling ------------------------------------------------------------------------------------------
+    # telling
 
     def _took(self, unit: Unit, row: ResultRow, reused: bool, outcome: Outcome) -> None:
         self.found[unit.point][row.depth] = row

@@ -124,40 +124,38 @@ def generate(
 
 def _document(path: Path, model: Any, given: list[str], generation: Any) -> dict[str, Any]:
     """The result as JSON-ready values; counters carry vLLM's names."""
-    from mtplab.study.acceptance import Counts
-
-    per_prompt = [Counts.of(stats) for stats in generation.per_prompt]
     draft_bytes = model.plan.loaded_nbytes("draft")
-    decoding = generation.decode_seconds
-    whole = Counts.of(generation.stats)
+    stats = generation.stats
     return {
         "checkpoint": path.resolve().name,
         "settings": generation.settings,
         "prompts": [
-            {"prompt": prompt, "text": text, "tokens": list(tokens), "acceptance": _acceptance(counts)}
-            for prompt, text, tokens, counts in zip(given, generation.texts, generation.tokens, per_prompt, strict=True)
+            {"prompt": prompt, "text": text, "tokens": list(tokens), "acceptance": _acceptance(its)}
+            for prompt, text, tokens, its in zip(
+                given, generation.texts, generation.tokens, generation.per_prompt, strict=True
+            )
         ],
-        "acceptance": {"depth": generation.depth, **_acceptance(whole), **generation.stats.counters()},
+        "acceptance": {"depth": generation.depth, **_acceptance(stats), **stats.counters()},
         "memory": {
             "target_weight_bytes": model.plan.loaded_nbytes() - draft_bytes,
             "draft_weight_bytes": draft_bytes,
             **generation.memory,
         },
-        "seconds": decoding,
+        "seconds": generation.decode_seconds,
         "prefill_seconds": generation.prefill_seconds,
-        "tokens_per_second": whole.tokens / decoding if decoding else None,
+        "tokens_per_second": generation.tokens_per_second,
     }
 
 
-def _acceptance(counts: Any) -> dict[str, Any]:
+def _acceptance(stats: Any) -> dict[str, Any]:
     return {
-        "rounds": counts.rounds,
-        "tokens": counts.tokens,
-        "drafted": counts.drafted,
-        "accepted": counts.accepted,
-        "acceptance_length": counts.acceptance_length,
-        "per_position": list(counts.shares),
-        "conditional": list(counts.conditional),
+        "rounds": stats.rounds,
+        "tokens": stats.emitted,
+        "drafted": stats.drafted,
+        "accepted": stats.accepted,
+        "acceptance_length": stats.acceptance_length,
+        "per_position": stats.per_position,
+        "conditional": stats.conditional,
     }
 
 

@@ -10,6 +10,8 @@ from mtplab.study.row import ResultRow
 
 QUALITY = {"none": 0.82, "int8": 0.81, "int4": 0.7, "fp8_e4m3": 0.8, "fp8_e5m2": 0.78}
 
+_TENTH_LESS = ("tokens", "acceptance_length")
+
 
 def row(depth=2, policy="none", exclude="published", temperature=0.0, rounds=200, **changes) -> ResultRow:
     """A consistent row: a draft is right with the policy's chance, whatever came before."""
@@ -46,7 +48,7 @@ def row(depth=2, policy="none", exclude="published", temperature=0.0, rounds=200
         "max_new_tokens": 32,
         **part,
         "conditional": [now / then if then else None for then, now in itertools.pairwise(before)],
-        "by_domain": {"letters": part, "python": {**part, "acceptance_length": part["acceptance_length"] * 0.9}},
+        "by_domain": {"letters": part, "python": {**part, **{key: part[key] * 0.9 for key in _TENTH_LESS}}},
         "target_weight_bytes": 2_600_000 if exclude != "*" else 5_200_000,
         "draft_weight_bytes": 880_000,
         "kv_bytes_per_token": {"none": 256, "int8": 136, "int4": 72}.get(policy, 128),

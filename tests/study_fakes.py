@@ -1,4 +1,4 @@
-"""A checkpoint, a model and a runner of a few lines each, so that the study is tested without torch.
+"""A checkpoint, a model and a runner of a few lines each, so that the study is tested without running a model.
 
 The fake runner is deterministic and follows the real one's rules: greedy output does not depend on the depth,
 draft j of slot t is right when (t + j) % 4 != 0, and what the budget cuts off is not accepted. Every load and
@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from pathlib import Path
 from types import SimpleNamespace
+
+from mtplab.decode import AcceptanceStats
 
 NAMES = ("model.layers.0.mlp.up_proj", "model.layers.0.mlp.down_proj", "lm_head", "mtp.fc")
 PARTS = {"lm_head": "head", "mtp.fc": "draft"}
@@ -88,24 +90,6 @@ def load_model(path, **settings):
     return FakeModel(path, **settings)
 
 
-@dataclass
-class FakeStats:
-    depth: int
-    rounds: int
-    drafted: int
-    accepted: int
-    emitted: int
-    per_pos: list
-
-    def counters(self):
-        return {
-            "num_drafts": self.rounds,
-            "num_draft_tokens": self.drafted,
-            "num_accepted_tokens": self.accepted,
-            "num_accepted_tokens_per_pos": self.per_pos,
-        }
-
-
 class FakeCancelled(Exception):
     pass
 
@@ -130,9 +114,9 @@ def generate(model, prompts, depth, max_new_tokens, quant_policy, on_round=None,
             if on_round is not None:
                 on_round(SimpleNamespace(tokens_done=place, tokens_total=max_new_tokens, rounds=rounds))
         outputs.append(tokens)
-        stats.append(FakeStats(depth, rounds, rounds * depth, accepted, max_new_tokens - 1, per_pos))
+        stats.append(AcceptanceStats(depth, rounds, rounds * depth, accepted, max_new_tokens - 1, tuple(per_pos)))
     return SimpleNamespace(
-        tokens=outputs, per_prompt=stats, decode_seconds=0.25, memory={"state_bytes": 4096}
+        tokens=outputs, per_prompt=stats, decode_seconds=0.25, tokens_per_second=180.0, memory={"state_bytes": 4096}
     )
 
 

@@ -189,6 +189,20 @@ def test_generate_json_is_pure_and_says_what_ran(bundled, capsys):
     assert document["settings"]["spec"]["model_format"] == "fp8"
 
 
+def test_generate_without_a_round_has_nothing_to_divide_by(bundled, capsys):
+    """One new token is the prompt's own: no round, so no length, no shares and no speed, rather than 0."""
+    arguments = ["generate", str(bundled), "--prompt", "The", "--depth", "2", "--max-new-tokens", "1"]
+    assert main([*arguments, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["acceptance"]
+    assert (found["rounds"], found["acceptance_length"]) == (0, None)
+    assert found["per_position"] == found["conditional"] == [None, None]
+    assert main(arguments) == 0
+    out = capsys.readouterr().out
+    assert "acceptance length – · depth 2 · 0 rounds" in out
+    assert "tokens/s" not in out
+    assert re.search(r"all up to draft j +1: –  2: –\n +draft j given 1…j-1 1: –  2: –\n", out)
+
+
 def test_generate_depths_agree(bundled, capsys):
     texts = []
     for depth in ("0", "5"):

@@ -201,6 +201,22 @@ def test_stats_definitions():
     assert stats.conditional == [3 / 4, 2 / 3, 1 / 2]
 
 
+def test_stats_without_a_round_or_an_acceptance():
+    """None where there is nothing to divide by, everywhere alike."""
+    none = AcceptanceStats.of(2, [])
+    assert (none.acceptance_length, none.per_position, none.conditional) == (None, [None] * 2, [None] * 2)
+    refused = AcceptanceStats(2, 5, 10, 0, 5, (0, 0))
+    assert (refused.per_position, refused.conditional) == ([0.0, 0.0], [0.0, None])
+
+
+def test_totals_add_counts_not_shares():
+    whole = AcceptanceStats(1, 1, 1, 1, 2, (1,)) + AcceptanceStats(1, 9, 9, 0, 9, (0,))
+    assert whole == AcceptanceStats(1, 10, 10, 1, 11, (1,))
+    assert whole.acceptance_length == 1.1  # a mean of the two lengths would say 1.5
+    with pytest.raises(AssertionError, match="depths 1 and 2"):
+        whole + AcceptanceStats.of(2, [])
+
+
 def test_max_batch_and_order_change_nothing(model):
     whole = generate(model, PROMPTS, depth=3, max_new_tokens=20)
     apart = generate(model, PROMPTS, depth=3, max_new_tokens=20, max_batch=3)

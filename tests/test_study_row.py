@@ -9,9 +9,9 @@ import random
 import pytest
 from pydantic import ValidationError
 
+from mtplab.decode import AcceptanceStats
 from mtplab.errors import ConfigError
-from mtplab.study import ResultRow
-from mtplab.study.acceptance import Counts
+from mtplab.study import DomainStats, ResultRow
 
 SETTINGS = {
     "point": "ab" * 32,
@@ -35,37 +35,23 @@ SETTINGS = {
 
 
 def a_row(**changes) -> ResultRow:
-    counts = Counts(rounds=10, tokens=22, drafted=20, accepted=12, per_position=(8, 4))
-    numbers = {
-        "tokens": counts.tokens,
-        "rounds": counts.rounds,
-        "drafted": counts.drafted,
-        "accepted": counts.accepted,
-        "acceptance_length": counts.acceptance_length,
-        "per_position": list(counts.shares),
-        "conditional": list(counts.conditional),
-    }
+    stats = AcceptanceStats(2, rounds=10, drafted=20, accepted=12, emitted=22, accepted_per_position=(8, 4))
+    numbers = {**dict(DomainStats.of(stats)), "conditional": stats.conditional}
     return ResultRow(**{**SETTINGS, **numbers, **changes})
 
 
-def test_counts_by_hand():
-    # rounds accept 2, 0, 1, 2 of 2 drafts: 4 bonus tokens and 5 accepted ones
-    counts = Counts(rounds=4, tokens=9, drafted=8, accepted=5, per_position=(3, 2))
-    assert counts.acceptance_length == 9 / 4 == 1 + 5 / 4
-    assert counts.shares == (3 / 4, 2 / 4)
-    assert counts.conditional == (3 / 4, 2 / 3)
-
-
-def test_counts_without_a_round_or_an_acceptance():
-    assert Counts(0, 0, 0, 0, (0, 0)).acceptance_length is None
-    assert Counts(0, 0, 0, 0, (0, 0)).conditional == (None, None)
-    assert Counts(5, 5, 10, 0, (0, 0)).conditional == (0.0, None)
-
-
-def test_totals_add_counts_not_shares():
-    whole = Counts.total([Counts(1, 2, 1, 1, (1,)), Counts(9, 9, 9, 0, (0,))])
-    assert whole == Counts(10, 11, 10, 1, (1,))
-    assert whole.acceptance_length == 1.1  # a mean of the two lengths would say 1.5
+def test_a_row_without_rounds_has_no_shares():
+    """Nothing to divide by: null in JSON, never 0, in the row and in its domains."""
+    none = AcceptanceStats(2, 0, 0, 0, 0, (0, 0))
+    part = DomainStats.of(none)
+    row = a_row(**dict(part), conditional=none.conditional, by_domain={"given": part})
+    assert ResultRow.from_json(row.to_json()) == row
+    written = json.loads(row.to_json())
+    for found in (written, written["by_domain"]["given"]):
+        assert (found["rounds"], found["acceptance_length"], found["per_position"]) == (0, None, [None, None])
+    for wrong in ({"per_position": [0.0, 0.0]}, {"acceptance_length": 0.0}):
+        with pytest.raises(ConfigError, match="0 rounds"):
+            ResultRow.from_json(json.dumps({**written, **wrong}))
 
 
 def test_round_trip_is_exact():
@@ -103,7 +89,8 @@ def test_json_carries_the_schema():
         ({"kl": "NaN"}, "kl"),
         ({"surprise": 1}, "surprise"),
         ({"per_position": [0.8]}, "per_position has 1"),
-        ({"acceptance_length": 2.3}, "acceptance_length is 2.3"),
+        ({"acceptance_length": 2.3}, "acceptance_length is 2.3, but there are 22 tokens in 10 rounds"),
+        ({"per_position": [0.8, None]}, "per_position is .*10 rounds"),
         ({"tokens": None}, "needs tokens"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",

@@ -2,6 +2,7 @@
 
 As in vLLM and SGLang, acceptance length counts the bonus and per-position acceptance is unconditional. Unlike vLLM,
 which counts a verdict before it looks for the end, tokens cut off by EOS or the budget are not counted as accepted.
+The one place where lengths and shares are worked out; where there is nothing to divide by, they are None.
 Knows nothing of how tokens came about.
 """
 
@@ -53,21 +54,34 @@ class AcceptanceStats:
             accepted_per_position=tuple(per_position),
         )
 
-    @property
-    def acceptance_length(self) -> float:
-        """Tokens per round; nan without rounds."""
-        return self.emitted / self.rounds if self.rounds else float("nan")
+    def __add__(self, other: AcceptanceStats) -> AcceptanceStats:
+        """The counts of both sets of rounds, which must be of one depth."""
+        assert self.depth == other.depth, f"counts of depths {self.depth} and {other.depth} cannot be added"
+        positions = zip(self.accepted_per_position, other.accepted_per_position, strict=True)
+        return AcceptanceStats(
+            depth=self.depth,
+            rounds=self.rounds + other.rounds,
+            drafted=self.drafted + other.drafted,
+            accepted=self.accepted + other.accepted,
+            emitted=self.emitted + other.emitted,
+            accepted_per_position=tuple(mine + theirs for mine, theirs in positions),
+        )
 
     @property
-    def per_position(self) -> list[float]:
-        """[j−1]: share of rounds in which drafts 1…j were all accepted."""
-        return [n / self.rounds if self.rounds else float("nan") for n in self.accepted_per_position]
+    def acceptance_length(self) -> float | None:
+        """Tokens per round, the bonus counted; None without rounds."""
+        return _share(self.emitted, self.rounds)
 
     @property
-    def conditional(self) -> list[float]:
-        """[j−1]: share of rounds in which draft j was accepted, of those in which 1…j−1 were; nan without any."""
+    def per_position(self) -> list[float | None]:
+        """[j−1]: share of rounds in which drafts 1…j were all accepted; None without rounds."""
+        return [_share(n, self.rounds) for n in self.accepted_per_position]
+
+    @property
+    def conditional(self) -> list[float | None]:
+        """[j−1]: share of rounds in which draft j was accepted, of those in which 1…j−1 were; None without any."""
         before = (self.rounds, *self.accepted_per_position)
-        return [n / d if d else float("nan") for n, d in zip(self.accepted_per_position, before, strict=False)]
+        return [_share(n, d) for n, d in zip(self.accepted_per_position, before, strict=False)]
 
     def counters(self) -> dict[str, int | list[int]]:
         """vLLM's counters (its metrics, less the prefix `vllm:spec_decode_` and the suffix `_total`)."""
@@ -115,11 +129,15 @@ class Generation:
         return [AcceptanceStats.of(self.depth, records) for records in mine]
 
     @property
-    def tokens_per_second(self) -> float:
-        """Tokens emitted by rounds per second of `decode_seconds`."""
-        return self.stats.emitted / self.decode_seconds if self.decode_seconds else float("nan")
+    def tokens_per_second(self) -> float | None:
+        """Tokens emitted by rounds per second of `decode_seconds`; None without rounds."""
+        return _share(self.stats.emitted, self.decode_seconds) if self.rounds else None
 
     @property
     def decode_seconds(self) -> float:
         """Seconds of the call less those of the prompts' pass: rounds, and making caches and texts."""
         return max(0.0, self.seconds - self.prefill_seconds)
+
+
+def _share(part: float, whole: float) -> float | None:
+    return part / whole if whole else None

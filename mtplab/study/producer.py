@@ -7,14 +7,18 @@ points or who asked; whatever else can produce rows (a trace) stands beside it a
 from __future__ import annotations
 
 import hashlib
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import reduce
+from typing import TYPE_CHECKING, Any
 
 from mtplab.study import provenance
-from mtplab.study.acceptance import Counts
 from mtplab.study.point import PointConfig, canonical_json
 from mtplab.study.row import DomainStats, ResultRow
+
+if TYPE_CHECKING:
+    from mtplab.decode import AcceptanceStats
 
 __all__ = ["Labels", "error_row", "produce"]
 
@@ -71,18 +75,16 @@ def produce(
         on_round=on_round,
         cancel=cancel,
     )
-    per_prompt = [Counts.of(stats) for stats in generation.per_prompt]
-    counts = Counts.total(per_prompt)
-    # prefill is the same work at every depth; what a depth changes is the rest
-    seconds = generation.decode_seconds
+    stats = reduce(operator.add, generation.per_prompt)
     return ResultRow(
         **_settings(config, depth, labels),
-        **dict(DomainStats.of(counts)),
-        conditional=list(counts.conditional),
-        by_domain=_by_domain(config.domains, per_prompt),
+        **dict(DomainStats.of(stats)),
+        conditional=stats.conditional,
+        by_domain=_by_domain(config.domains, generation.per_prompt),
         **_bytes(model, config, generation),
-        seconds=seconds,
-        tokens_per_second=counts.tokens / seconds if seconds else None,
+        # prefill is the same work at every depth; what a depth changes is the rest
+        seconds=generation.decode_seconds,
+        tokens_per_second=generation.tokens_per_second,
         output_hash=hashlib.sha256(canonical_json([list(t) for t in generation.tokens]).encode()).hexdigest(),
         provenance=provenance.collect(str(getattr(model, "device", config.device)), config.settings()),
     )
@@ -115,11 +117,11 @@ def _settings(config: PointConfig, depth: int, labels: Labels) -> dict[str, Any]
     }
 
 
-def _by_domain(domains: Sequence[str], per_prompt: Sequence[Counts]) -> dict[str, DomainStats]:
-    groups: dict[str, list[Counts]] = {}
-    for domain, counts in zip(domains, per_prompt, strict=True):
-        groups.setdefault(domain, []).append(counts)
-    return {domain: DomainStats.of(Counts.total(parts)) for domain, parts in groups.items()}
+def _by_domain(domains: Sequence[str], per_prompt: Sequence[AcceptanceStats]) -> dict[str, DomainStats]:
+    groups: dict[str, list[AcceptanceStats]] = {}
+    for domain, stats in zip(domains, per_prompt, strict=True):
+        groups.setdefault(domain, []).append(stats)
+    return {domain: DomainStats.of(reduce(operator.add, parts)) for domain, parts in groups.items()}
 
 
 def _bytes(model: Any, config: PointConfig, generation: Any) -> dict[str, Any]:

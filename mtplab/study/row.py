@@ -7,12 +7,14 @@ versioned; writing it as JSON and reading that back gives an equal row, floats t
 from __future__ import annotations
 
 import math
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from mtplab.errors import ConfigError
-from mtplab.study.acceptance import Counts
+
+if TYPE_CHECKING:
+    from mtplab.decode import AcceptanceStats
 
 __all__ = ["ROW_SCHEMA", "DomainStats", "ResultRow"]
 
@@ -35,18 +37,23 @@ class DomainStats(_Frozen):
     drafted: Count
     accepted: Count
     acceptance_length: float | None
-    per_position: list[Share]
+    per_position: list[Share | None]
 
     @classmethod
-    def of(cls, counts: Counts) -> DomainStats:
+    def of(cls, stats: AcceptanceStats) -> DomainStats:
         return cls(
-            tokens=counts.tokens,
-            rounds=counts.rounds,
-            drafted=counts.drafted,
-            accepted=counts.accepted,
-            acceptance_length=counts.acceptance_length,
-            per_position=list(counts.shares),
+            tokens=stats.emitted,
+            rounds=stats.rounds,
+            drafted=stats.drafted,
+            accepted=stats.accepted,
+            acceptance_length=stats.acceptance_length,
+            per_position=stats.per_position,
         )
+
+    @model_validator(mode="after")
+    def _consistent(self) -> DomainStats:
+        _check_shares(self)
+        return self
 
 
 class ResultRow(_Frozen):
@@ -55,13 +62,13 @@ class ResultRow(_Frozen):
     Settings: `exclude` is what the user asked for (None: as stored), `exclude_label` its short name. Numbers:
     `tokens` are those emitted by rounds (the prompt's first token belongs to no round), so that
     `acceptance_length == tokens / rounds`; `per_position` (length = depth) is unconditional, `conditional`
-    has None where no round got that far. `target_weight_bytes` counts all that is not the draft's, embedding and
-    head included, in the dtypes that the plan gives; `kv_bytes_per_token` is summed over layers,
-    `state_bytes` is the recurrent and convolution state of one sequence. `seconds` is the wall time of the
-    run without its prefill and `tokens_per_second` is `tokens / seconds`. `kl` (nats), `top1_agreement` and
-    `perplexity` are None unless measured. `output_hash` is the SHA-256 of the emitted ids: at temperature 0
-    it must not depend on the depth. `remark` is what a reader must know about the settings. A row with an
-    `error` carries no numbers.
+    has None where no round got that far. Without rounds, lengths and shares are None. `target_weight_bytes`
+    counts all that is not the draft's, embedding and head included, in the dtypes that the plan gives;
+    `kv_bytes_per_token` is summed over layers, `state_bytes` is the recurrent and convolution state of one
+    sequence. `seconds` is the wall time of the run without its prefill and `tokens_per_second` is `tokens /
+    seconds`. `kl` (nats), `top1_agreement` and `perplexity` are None unless measured. `output_hash` is the SHA-256
+    of the emitted ids: at temperature 0 it must not depend on the depth. `remark` is what a reader must know about
+    the settings. A row with an `error` carries no numbers.
     """
 
     schema_version: Literal[1] = Field(ROW_SCHEMA, alias="schema")
@@ -88,7 +95,7 @@ class ResultRow(_Frozen):
     drafted: Count | None = None
     accepted: Count | None = None
     acceptance_length: float | None = None
-    per_position: list[Share] = Field(default_factory=list)
+    per_position: list[Share | None] = Field(default_factory=list)
     conditional: list[Share | None] = Field(default_factory=list)
     by_domain: dict[str, DomainStats] = Field(default_factory=dict)
 
@@ -121,12 +128,7 @@ class ResultRow(_Frozen):
                 f"depth {self.depth} needs as many positions; per_position has {len(self.per_position)}, "
                 f"conditional {len(self.conditional)}"
             )
-        expected = Counts(self.rounds, self.tokens, self.drafted, self.accepted).acceptance_length
-        given = self.acceptance_length
-        if (expected is None) != (given is None) or (
-            expected is not None and not math.isclose(expected, given, rel_tol=1e-9)
-        ):
-            raise ValueError(f"acceptance_length is {given}, but tokens / rounds is {expected}")
+        _check_shares(self)
         return self
 
     def to_json(self) -> str:
@@ -151,3 +153,14 @@ class ResultRow(_Frozen):
         allowed = {"checkpoint", "exclude_label", "exclude", "draft_exclude", "prompt_set", "remark"}
         assert labels.keys() <= allowed, f"not labels: {sorted(labels.keys() - allowed)}"
         return self.model_copy(update=labels)
+
+
+def _check_shares(found: DomainStats | ResultRow) -> None:
+    """What is kept agrees with the counts beside it. Raises ValueError."""
+    length = found.acceptance_length
+    if (length is None) == bool(found.rounds) or (
+        length is not None and not math.isclose(length * found.rounds, found.tokens, rel_tol=1e-9)
+    ):
+        raise ValueError(f"acceptance_length is {length}, but there are {found.tokens} tokens in {found.rounds} rounds")
+    if any((share is None) == bool(found.rounds) for share in found.per_position):
+        raise ValueError(f"per_position is {found.per_position}, but there are {found.rounds} rounds")

@@ -217,6 +217,35 @@ def test_totals_add_counts_not_shares():
         whole + AcceptanceStats.of(2, [])
 
 
+def test_seconds_are_those_of_passes(model, monkeypatch):
+    """On a clock that only these steps move: caches, texts and the caller's own doings are no decoding."""
+    clock = [0.0]
+    monkeypatch.setattr("time.perf_counter", lambda: clock[0])
+
+    def lasting(seconds, do):
+        def slow(*arguments, **settings):
+            clock[0] += seconds
+            return do(*arguments, **settings)
+
+        return slow
+
+    for owner, name, seconds in (
+        *[(Run, "prefill", 10.0), (Run, "round", 1.0)],
+        *[(Run, "__init__", 1e3), (type(model), "decode", 1e4)],
+    ):
+        monkeypatch.setattr(owner, name, lasting(seconds, getattr(owner, name)))
+    rounds = []
+
+    def follow(progress):
+        rounds.append(progress.rounds)
+        clock[0] += 1e5
+
+    out = generate(model, PROMPTS[:3], depth=2, max_new_tokens=12, max_batch=2, on_round=follow)
+    assert out.seconds == clock[0] > 2 * 1e3 + 3 * 1e4 + 1e5, "every step was gone through"
+    assert (out.prefill_seconds, out.decode_seconds) == (20.0, rounds[-1])
+    assert out.tokens_per_second == out.stats.emitted / rounds[-1]
+
+
 def test_max_batch_and_order_change_nothing(model):
     whole = generate(model, PROMPTS, depth=3, max_new_tokens=20)
     apart = generate(model, PROMPTS, depth=3, max_new_tokens=20, max_batch=3)

@@ -109,8 +109,8 @@ def generate(
             f"max_position_embeddings of {model.config.max_position}; shorten it or lower max_new_tokens"
         )
 
-    tokens, records, prefill_seconds = [], [], 0.0
-    began = time.perf_counter()
+    called = time.perf_counter()
+    tokens, records, prefill_seconds, decode_seconds = [], [], 0.0, 0.0
     total, rounds_before = len(ids) * max_new_tokens, 0
     with torch.inference_mode():
         for first in range(0, len(ids), max_batch):
@@ -120,9 +120,15 @@ def generate(
             if on_round is not None:
 
                 def report(p: Progress, done: int = first * max_new_tokens, before: int = rounds_before) -> None:
+                    nonlocal decode_seconds
+                    told = time.perf_counter()
                     on_round(Progress(done + p.tokens_done, total, before + p.rounds))
+                    decode_seconds -= time.perf_counter() - told
 
-            prefill_seconds += run.go(report, cancel)
+            began = time.perf_counter()
+            prompts_took = run.go(report, cancel)
+            prefill_seconds += prompts_took
+            decode_seconds += time.perf_counter() - began - prompts_took
             rounds_before += run.batched_rounds
             tokens += run.tokens
             records += run.records
@@ -131,8 +137,9 @@ def generate(
         texts=[model.decode(t) if model.tokenizer is not None else "" for t in tokens],
         rounds=records,
         depth=depth,
-        seconds=time.perf_counter() - began,
+        seconds=time.perf_counter() - called,
         prefill_seconds=prefill_seconds,
+        decode_seconds=decode_seconds,
         memory=memory_account(model, policy, draft_policy),
         settings={
             "spec": spec.model_dump(),

@@ -104,7 +104,11 @@ class Progress:
 
 @dataclass
 class Generation:
-    """Output of `generate`: one entry per prompt, the prompt itself not included; EOS, when produced, comes last."""
+    """Output of `generate`: one entry per prompt, the prompt itself not included; EOS, when produced, comes last.
+
+    `prefill_seconds` is the wall time of the prompts' passes, `decode_seconds` that of the rounds. Making caches and
+    texts, and what the caller does in `on_round`, are in neither, only in the call's own `seconds`.
+    """
 
     tokens: list[list[int]]
     texts: list[str]
@@ -112,6 +116,7 @@ class Generation:
     depth: int
     seconds: float
     prefill_seconds: float
+    decode_seconds: float
     memory: dict
     settings: dict = field(default_factory=dict)
 
@@ -132,12 +137,6 @@ class Generation:
     def tokens_per_second(self) -> float | None:
         """Tokens emitted by rounds per second of `decode_seconds`; None without rounds."""
         return _share(self.stats.emitted, self.decode_seconds) if self.rounds else None
-
-    @property
-    def decode_seconds(self) -> float:
-        """Seconds of the call less those of the prompts' pass: rounds, and making caches and texts."""
-        return max(0.0, self.seconds - self.prefill_seconds)
-
 
 def _share(part: float, whole: float) -> float | None:
     return part / whole if whole else None

@@ -26,6 +26,7 @@ class FakeCheckpoint:
     tensors: dict
     quantization: object = None
     plans: list = field(default_factory=list)
+    config: dict = field(default_factory=lambda: {"model_type": "fake"})
 
     def plan(self, exclude=None, draft_exclude=None, model_format=None):
         self.plans.append((exclude, draft_exclude, model_format))

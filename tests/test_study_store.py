@@ -62,22 +62,53 @@ def test_the_hash_changes_with_everything_that_matters(tmp_path):
     ):
         hashes.append(one_unit(checkpoint, **change).point)
     for change in (
-        {"sampling": {"seed": 1}},
         {"sampling": {"max_new_tokens": 9}},
-        {"sampling": {"top_k": 5}},
-        {"sampling": {"top_p": 0.5}},
         {"sampling": {"ignore_eos": True}},
         {"engine": {"exact": False}},
-        {"engine": {"activation_rounding": False}},
         {"engine": {"device": "cuda"}},
         {"engine": {"dtype": "bfloat16"}},
-        {"spec": {"draft_sampling": "sampled"}},
         {"spec": {"target_hidden": "pre_norm"}},
         {"spec": {"draft_hidden": "pre_norm"}},
     ):
         hashes.append(one_unit(checkpoint, settings(**change)).point)
+    for change in (
+        {"sampling": {"seed": 1}},
+        {"sampling": {"top_k": 5}},
+        {"sampling": {"top_p": 0.5}},
+        {"spec": {"draft_sampling": "sampled"}},
+    ):
+        hashes.append(one_unit(checkpoint, settings(**change), temperature=(0.5,)).point)
+    unrounded = settings(engine={"activation_rounding": False})
+    hashes.append(one_unit(checkpoint, unrounded, exclude=("none",)).point)
     hashes.append(one_unit(make_checkpoint(tmp_path / "other", b"v" + b"w" * 63)).point)
     assert len(set(hashes)) == len(hashes)
+
+
+def test_the_hash_is_that_of_the_run(tmp_path):
+    """Two ways to ask for one and the same run are one point."""
+    checkpoint = make_checkpoint(tmp_path / "m")
+    greedy = one_unit(checkpoint)
+    for change in (
+        {"sampling": {"seed": 1}},
+        {"sampling": {"top_k": 5, "top_p": 0.5}},
+        {"spec": {"draft_sampling": "sampled"}},
+        {"engine": {"dtype": "float32"}},
+        {"engine": {"activation_rounding": False}},  # of a plan that rounds nothing
+    ):
+        assert one_unit(checkpoint, settings(**change)).config == greedy.config, change
+    assert (greedy.config.dtype, greedy.config.exact) == ("float32", True)
+    for ways in (
+        [{"dtype": "bfloat16"}, {"dtype": "bfloat16", "exact": False}],  # only float32 on a CPU can be exact
+        [{"device": "cuda"}, {"device": "cuda", "exact": False}, {"device": "cuda:1", "dtype": "bfloat16"}],
+    ):
+        assert len({one_unit(checkpoint, settings(engine=way)).point for way in ways}) == 1, ways
+    checkpoint.config["dtype"] = "float16"
+    half = one_unit(checkpoint, settings(engine={"device": "cuda"}))
+    assert half.config.dtype == "float16"
+    assert half.point == one_unit(checkpoint, settings(engine={"device": "cuda", "dtype": "float16"})).point
+    checkpoint.quantization = object()
+    stored, asked = one_unit(checkpoint), one_unit(checkpoint, settings(engine={"model_format": "fp8"}))
+    assert stored.config.model_format is asked.config.model_format is None
 
 
 def test_the_hash_ignores_labels_paths_depths_and_device_index(tmp_path):

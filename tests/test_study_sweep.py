@@ -116,8 +116,10 @@ def test_only_new_depths_and_policies_are_run(checkpoint, tmp_path):
 
 
 def test_another_seed_or_other_weights_are_other_points(checkpoint, tmp_path):
-    run(checkpoint, tmp_path, depths=[1])
-    assert run(checkpoint, tmp_path, depths=[1], seed=3).reused == 0
+    run(checkpoint, tmp_path, depths=[1], temperature=[0, 0.5])
+    again = run(checkpoint, tmp_path, depths=[1], temperature=[0, 0.5], seed=3)
+    assert [row.seed for row in again] == [0, 0, 3, 3] * 2  # greedy decoding draws nothing
+    assert (again.computed, again.reused) == (4, 4)
     retrained = fakes.make_checkpoint(tmp_path / "model", b"x" * 64)
     assert run(retrained, tmp_path, depths=[1]).reused == 0
 

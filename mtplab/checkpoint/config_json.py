@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from mtplab.checkpoint.strict_json import read_json_object, shown
 from mtplab.errors import CheckpointError
 
-__all__ = ["Found", "find_quantization", "read_config", "text_config"]
+__all__ = ["Found", "find_quantization", "read_config", "stored_dtype", "text_config"]
 
 # in the order in which vLLM looks; `compression_config` is what old compressed-tensors files have
 _PLACES: tuple[tuple[str, ...], ...] = (
@@ -49,6 +49,12 @@ def text_config(config: dict[str, Any]) -> dict[str, Any]:
         if isinstance(config.get(key), dict):
             return config[key]
     return config
+
+
+def stored_dtype(config: dict[str, Any]) -> Any:
+    """The dtype that a config.json says the checkpoint is written for; BF16, as Qwen releases are, if it says none."""
+    text = text_config(config)
+    return text.get("dtype") or text.get("torch_dtype") or config.get("dtype") or "bfloat16"
 
 
 def find_quantization(config: dict[str, Any], folder: Path) -> Found | None:

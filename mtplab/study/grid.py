@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from mtplab.checkpoint.config_json import stored_dtype
 from mtplab.config import MAX_DEPTH, EngineConfig, SamplingConfig, SpecConfig
 from mtplab.errors import ConfigError
 from mtplab.quant.policy import resolve_policy
@@ -105,6 +106,7 @@ def build_units(
         draft_policies = _policies("draft_quant_policy", draft_quant_policy)
     temperatures = _distinct(_temperature(t) for t in axis("temperature", temperature))
     engine, spec, sampling = settings.engine, settings.spec, settings.sampling
+    device = engine.device.split(":")[0]
     units = []
     for target_set, draft_set in _exclusions(exclude, draft_exclude):
         if target_set is None:  # as the model was loaded, or would be
@@ -117,6 +119,7 @@ def build_units(
         if draft_set is not None and draft_set != target_set:
             label += f" (draft: {exclude_label(draft_set, quantised)})"
         remark = _remark(checkpoint, plan, target_set, draft_set)
+        rounds = any(module.activation == "fp8" for module in plan.modules)
         for (prompts, ids), degree, policy in itertools.product(encoded, temperatures, policies):
             for draft_policy in draft_policies or [policy]:
                 config = PointConfig(
@@ -124,11 +127,12 @@ def build_units(
                     plan=plan_digest(plan.modules),
                     excluded=excluded_modules(plan.modules, "target"),
                     draft_excluded=excluded_modules(plan.modules, "draft"),
-                    model_format=variant.model_format,
-                    activation_rounding=engine.activation_rounding,
+                    # an FP8 checkpoint is FP8 already, and where nothing is rounded nothing can be left unrounded
+                    model_format=None if checkpoint.quantization is not None else variant.model_format,
+                    activation_rounding=engine.activation_rounding and rounds,
                     exact=engine.exact,
-                    device=engine.device.split(":")[0],
-                    dtype=engine.dtype or "default",
+                    device=device,
+                    dtype=engine.dtype or ("float32" if device == "cpu" else str(stored_dtype(checkpoint.config))),
                     quant_policy=policy,
                     draft_quant_policy=draft_policy,
                     temperature=degree,

@@ -3,7 +3,8 @@
 This module does not run points and does not keep results. Depth is no part of a point: every depth shares its
 file. Labels (a folder's name, `published` for a list of globs) are no part either: two ways to name a checkpoint or
 an exclusion resolve to one point. What is: the checkpoint's content, what the plan makes of every module, the settings
-that reach the arithmetic or the sampling, and the prompts' token ids.
+that reach the arithmetic or the sampling, and the prompts' token ids. Settings that cannot matter are set to one value,
+so that one run has one hash: what sampling would use at temperature 0, exactness where there is none.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ class PointConfig(BaseModel):
 
     `plan` digests (module, weight, activation) over all modules, `excluded` and `draft_excluded` are the
     linear modules that the plan keeps out of W8A8, by their names on disk. `device` is a kind (`cpu`,
-    `cuda`), not an index. `prompts` and `domains` run in parallel.
+    `cuda`), not an index, `dtype` what is computed in. `prompts` and `domains` run in parallel.
     """
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False)
@@ -55,6 +56,19 @@ class PointConfig(BaseModel):
     ignore_eos: bool
     prompts: tuple[tuple[int, ...], ...]
     domains: tuple[str, ...]
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_spelling(cls, given: Any) -> Any:
+        """Settings that this run does not look at, as they are when nobody gives them."""
+        if not isinstance(given, dict):
+            return given
+        idle: dict[str, Any] = {}
+        if given.get("temperature") == 0:
+            idle |= {"top_k": 0, "top_p": 1.0, "seed": 0, "draft_sampling": "greedy"}
+        if (given.get("device"), given.get("dtype")) != ("cpu", "float32"):
+            idle["exact"] = False  # as `Model.can_be_exact` has it
+        return {**given, **idle}
 
     @model_validator(mode="after")
     def _parallel(self) -> PointConfig:

@@ -159,7 +159,7 @@ def sweep(
         seconds=time.monotonic() - started,
         cancelled=job.stopped,
         folder=store.folder,
-        notes=_notes(rows, engine.exact),
+        notes=_notes(rows, all(unit.config.exact for unit in units)),
     )
 
 

@@ -1,4 +1,4 @@
-"""What the commands share: how text reaches a terminal, how a list is spelled, how a bar is drawn.
+"""What the commands share: options, how text reaches a terminal, how a list is spelled, how a bar is drawn.
 
 Knows no command and nothing of models. Whatever a checkpoint, a prompt or a model brings in is printed with
 its control characters shown, never obeyed.
@@ -10,24 +10,50 @@ import json
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
 
 from mtplab.errors import ConfigError
 from mtplab.report.text import plain
 
 __all__ = [
+    "CheckpointPath",
+    "Device",
+    "Exact",
+    "MaxNewTokens",
     "ReaderGone",
+    "TopK",
+    "TopP",
     "depth_list",
     "emit",
     "exclusion",
     "names",
     "note",
     "numbers",
+    "path_of",
     "print_json",
     "say",
     "spinner",
     "step_bar",
 ]
+
+
+def path_of(text: str) -> Path:
+    """A path as an option's value; an empty one, which would mean the current folder, is a slip."""
+    if not text.strip():
+        raise typer.BadParameter("an empty path; give a file or folder, or '.' for the current folder")
+    return Path(text)
+
+
+# options that mean the same in every command that has them
+CheckpointPath = Annotated[Path, typer.Argument(help="The checkpoint's folder.", metavar="PATH", parser=path_of)]
+Device = Annotated[str, typer.Option(metavar="DEVICE", help="cpu, cuda, cuda:1, …")]
+Exact = Annotated[bool, typer.Option("--exact/--fast", help="Row-invariant arithmetic, or the fastest there is.")]
+MaxNewTokens = Annotated[int, typer.Option(metavar="N", help="Tokens per prompt at most.")]
+TopK = Annotated[int, typer.Option(metavar="K", help="Keep the k likeliest tokens; 0 keeps all.")]
+TopP = Annotated[float, typer.Option(metavar="P", help="Keep the likeliest tokens up to this probability.")]
 
 
 class ReaderGone(Exception):
@@ -73,15 +99,18 @@ def depth_list(text: str) -> tuple[int, ...]:
     return tuple(found)
 
 
-def names(values: Sequence[str]) -> list[str]:
-    """Every name of a repeatable, comma-separated option, in order."""
-    return [part.strip() for value in values for part in value.split(",") if part.strip()]
+def names(option: str, values: Sequence[str]) -> list[str]:
+    """Every name of a repeatable, comma-separated option, in order. Raises `ConfigError` for an empty one."""
+    found = [part.strip() for value in values for part in value.split(",")]
+    if not all(found):
+        raise ConfigError(f"{option} {','.join(values)!r}: an empty name; expected names with single commas between")
+    return found
 
 
 def numbers(option: str, values: Sequence[str]) -> list[float]:
     """Likewise, as numbers. Raises `ConfigError`."""
     found = []
-    for part in names(values):
+    for part in names(option, values):
         try:
             found.append(float(part))
         except ValueError:
@@ -89,9 +118,9 @@ def numbers(option: str, values: Sequence[str]) -> list[float]:
     return found
 
 
-def exclusion(text: str) -> str | list[str] | None:
-    """One exclusion set: `as-stored`, `published`, `none`, or globs with commas between."""
-    globs = names([text])
+def exclusion(option: str, *texts: str) -> str | list[str] | None:
+    """One exclusion set: `as-stored`, `published`, `none`, or globs with commas between. Raises `ConfigError`."""
+    globs = names(option, texts)
     if globs in (["as-stored"], ["stored"]):
         return None
     return globs[0] if globs in (["published"], ["none"]) else globs

@@ -11,25 +11,42 @@ from typing import Annotated, Any
 
 import typer
 
-from mtplab.cli_common import emit, exclusion, names, print_json, say, spinner, step_bar
+from mtplab.cli_common import (
+    CheckpointPath,
+    Device,
+    Exact,
+    MaxNewTokens,
+    TopK,
+    TopP,
+    emit,
+    exclusion,
+    path_of,
+    print_json,
+    say,
+    spinner,
+    step_bar,
+)
 
 __all__ = ["generate"]
 
 
 def generate(
-    path: Annotated[Path, typer.Argument(help="The checkpoint's folder.", metavar="PATH")],
+    path: CheckpointPath,
     prompt: Annotated[
         list[str] | None,
         typer.Option("--prompt", metavar="TEXT", help="A prompt; repeat for more. All run together, 64 at a time."),
     ] = None,
     prompts: Annotated[
-        str | None, typer.Option(metavar="FILE", help="A .jsonl or .txt file of prompts, or a folder of .jsonl files.")
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="A .jsonl or .txt file of prompts, or a folder of .jsonl files.", parser=path_of
+        ),
     ] = None,
     depth: Annotated[int, typer.Option(metavar="N", help="Draft tokens per round, 0 (plain decoding) to 16.")] = 3,
-    max_new_tokens: Annotated[int, typer.Option(metavar="N", help="Tokens per prompt at most.")] = 128,
+    max_new_tokens: MaxNewTokens = 128,
     temperature: Annotated[float, typer.Option(metavar="T", help="0 is greedy.")] = 0.0,
-    top_k: Annotated[int, typer.Option(metavar="K", help="Keep the k likeliest tokens; 0 keeps all.")] = 0,
-    top_p: Annotated[float, typer.Option(metavar="P", help="Keep the likeliest tokens up to this probability.")] = 1.0,
+    top_k: TopK = 0,
+    top_p: TopP = 1.0,
     seed: Annotated[int, typer.Option(metavar="N", help="The same seed gives the same tokens.")] = 0,
     quant_policy: Annotated[
         str,
@@ -53,10 +70,8 @@ def generate(
         str | None,
         typer.Option(metavar="FORMAT", help="fp8 quantises a BF16 checkpoint as it is loaded, draft head included."),
     ] = None,
-    device: Annotated[str, typer.Option(metavar="DEVICE", help="cpu, cuda, cuda:1, …")] = "cpu",
-    exact: Annotated[
-        bool, typer.Option("--exact/--fast", help="Row-invariant arithmetic, or the fastest there is.")
-    ] = True,
+    device: Device = "cpu",
+    exact: Exact = True,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")] = False,
 ) -> None:
     """Continue prompts with speculative decoding and show what the draft head was worth.
@@ -80,9 +95,8 @@ def generate(
         raise ConfigError("there is nothing to continue; give --prompt TEXT or --prompts FILE")
     given = [item.text for item in load_prompts(list(prompt)).prompts] if prompt else []
     if prompts is not None:
-        given += [item.text for item in load_prompts(Path(prompts)).prompts]
-    globs = names(exclude or [])
-    kept = exclusion(",".join(globs)) if globs else None
+        given += [item.text for item in load_prompts(prompts).prompts]
+    kept = exclusion("--exclude", *exclude) if exclude else None
     model_format = weight_format(open_checkpoint(path), model_format, kept)
     with spinner(f"loading {path}"):
         from mtplab.decode import generate as run

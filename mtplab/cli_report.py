@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 import typer
 
-from mtplab.cli_common import print_json, say
+from mtplab.cli_common import path_of, print_json, say
 from mtplab.errors import ConfigError
 
 __all__ = ["join_parameters", "report"]
@@ -22,7 +22,7 @@ _FLAGS = ("-p", "--parameter")
 
 
 def report(
-    notebook: Annotated[Path, typer.Argument(help="The .ipynb file.", metavar="NOTEBOOK")],
+    notebook: Annotated[Path, typer.Argument(help="The .ipynb file.", metavar="NOTEBOOK", parser=path_of)],
     parameter: Annotated[
         list[str] | None,
         typer.Option(
@@ -33,7 +33,10 @@ def report(
         ),
     ] = None,
     output: Annotated[
-        Path | None, typer.Option("-o", "--output", metavar="FILE", help="The HTML file; below reports/ if left out.")
+        Path | None,
+        typer.Option(
+            "-o", "--output", metavar="FILE", help="The HTML file; below reports/ if left out.", parser=path_of
+        ),
     ] = None,
     execution_timeout: Annotated[int, typer.Option(metavar="SECONDS", help="Seconds that one cell may take.")] = 600,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")] = False,

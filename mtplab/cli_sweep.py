@@ -18,13 +18,28 @@ from typing import Annotated, Any
 
 import typer
 
-from mtplab.cli_common import depth_list, exclusion, names, note, numbers, print_json, say
+from mtplab.cli_common import (
+    CheckpointPath,
+    Device,
+    Exact,
+    MaxNewTokens,
+    TopK,
+    TopP,
+    depth_list,
+    exclusion,
+    names,
+    note,
+    numbers,
+    path_of,
+    print_json,
+    say,
+)
 
 __all__ = ["sweep"]
 
 
 def sweep(
-    path: Annotated[Path, typer.Argument(help="The checkpoint's folder.", metavar="PATH")],
+    path: CheckpointPath,
     depths: Annotated[
         str, typer.Option(metavar="A-B", help="Draft tokens per round, e.g. 0-8 or 1,3,5; 0 is plain decoding.")
     ] = "0-8",
@@ -56,31 +71,33 @@ def sweep(
         typer.Option(metavar="NUMBERS", help="Temperatures, commas between; 0 is greedy.  [default: 0]"),
     ] = None,
     prompts: Annotated[
-        str | None,
+        Path | None,
         typer.Option(
-            metavar="FILE", help="A .jsonl or .txt file, or a folder of .jsonl files; the bundled ones if left out."
+            metavar="FILE",
+            help="A .jsonl or .txt file, or a folder of .jsonl files; the bundled ones if left out.",
+            parser=path_of,
         ),
     ] = None,
     domain: Annotated[
         list[str] | None, typer.Option(metavar="NAME", help="Only prompts of this domain; repeat for more.")
     ] = None,
     limit: Annotated[int | None, typer.Option(help="Only the first N prompts of each domain.", metavar="N")] = None,
-    max_new_tokens: Annotated[int, typer.Option(metavar="N", help="Tokens per prompt at most.")] = 64,
-    top_k: Annotated[int, typer.Option(metavar="K", help="Keep the k likeliest tokens; 0 keeps all.")] = 0,
-    top_p: Annotated[float, typer.Option(metavar="P", help="Keep the likeliest tokens up to this probability.")] = 1.0,
+    max_new_tokens: MaxNewTokens = 64,
+    top_k: TopK = 0,
+    top_p: TopP = 1.0,
     seed: Annotated[int, typer.Option(metavar="N", help="The same seed gives the same results.")] = 0,
     model_format: Annotated[
         str | None,
         typer.Option(metavar="FORMAT", help="fp8 quantises a BF16 checkpoint as it is loaded, for every set."),
     ] = None,
-    device: Annotated[str, typer.Option(metavar="DEVICE", help="cpu, cuda, cuda:1, …")] = "cpu",
-    exact: Annotated[
-        bool, typer.Option("--exact/--fast", help="Row-invariant arithmetic, or the fastest there is.")
-    ] = True,
+    device: Device = "cpu",
+    exact: Exact = True,
     results: Annotated[
         Path | None,
         typer.Option(
-            metavar="FOLDER", help="Where results are kept and read back from.  [default: results/<checkpoint>]"
+            metavar="FOLDER",
+            help="Where results are kept and read back from.  [default: results/<checkpoint>]",
+            parser=path_of,
         ),
     ] = None,
     by_domain: Annotated[
@@ -108,12 +125,12 @@ def sweep(
     with _stop_on_interrupt() as cancel, _bar() as follow:
         result = run(
             path,
-            prompts=None if prompts is None else Path(prompts),
+            prompts=prompts,
             depths=depth_list(depths),
-            quant_policy=names(quant_policy or ["none"]),
-            draft_quant_policy=names(draft_quant_policy) if draft_quant_policy else None,
-            exclude=[exclusion(text) for text in exclude] if exclude else (None,),
-            draft_exclude=[exclusion(text) for text in draft_exclude] if draft_exclude else None,
+            quant_policy=names("--quant-policy", quant_policy or ["none"]),
+            draft_quant_policy=names("--draft-quant-policy", draft_quant_policy) if draft_quant_policy else None,
+            exclude=[exclusion("--exclude", text) for text in exclude] if exclude else (None,),
+            draft_exclude=[exclusion("--draft-exclude", text) for text in draft_exclude] if draft_exclude else None,
             temperature=numbers("--temperature", temperature or ["0"]),
             domains=domain or None,
             limit=limit,

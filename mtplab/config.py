@@ -6,6 +6,7 @@ exclusion that matches nothing) is checked where the checkpoint is.
 
 from __future__ import annotations
 
+import re
 from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
@@ -13,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from mtplab.errors import ConfigError
 
 MAX_DEPTH = 16
+DTYPES = ("bfloat16", "float16", "float32")  # that a run computes in
 
 Exclude = str | tuple[str, ...] | None
 HiddenStage = Literal["post_norm", "pre_norm"]
@@ -53,6 +55,20 @@ class EngineConfig(_Frozen):
     quant_policy: str = "none"
     activation_rounding: bool = True
     exact: bool = True
+
+    @field_validator("device")
+    @classmethod
+    def _known_device(cls, value: str) -> str:
+        if not re.fullmatch(r"cpu(:0)?|cuda(:[0-9]{1,3})?", value):
+            raise ValueError("expected 'cpu', 'cuda' or 'cuda:N'")
+        return value
+
+    @field_validator("dtype")
+    @classmethod
+    def _known_dtype(cls, value: str | None) -> str | None:
+        if value not in (None, *DTYPES):
+            raise ValueError(f"expected one of {', '.join(DTYPES)}")
+        return value
 
     @field_validator("exclude", mode="before")
     @classmethod

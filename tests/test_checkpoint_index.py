@@ -15,6 +15,13 @@ from tests.checkpoint_builders import qwen_fp8, qwen_tensors, tensor_file, write
 INDEX = "model.safetensors.index.json"
 
 
+def test_an_empty_path_is_not_the_current_folder(bundled, monkeypatch):
+    monkeypatch.chdir(bundled)
+    assert open_checkpoint(".").tensors
+    with pytest.raises(ConfigError, match="path=''"):
+        open_checkpoint("")
+
+
 def refused(path: Path) -> str:
     with pytest.raises(CheckpointError) as caught:
         open_checkpoint(path)

@@ -112,6 +112,44 @@ def test_version(command):
         (["generate", "{tiny}", "--prompt", "x", "--depth", "17"], "17"),
         (["generate", "{tiny}", "--prompt", "x", "--top-p", "0"], "top_p"),
         (["generate", "{tiny}", "--prompt", "x", "--device", "abacus"], "abacus"),
+        (["generate", "{tiny}", "--prompt", "x", "--device", "cpu:7"], "device is 'cpu:7'"),
+        (["sweep", "{tiny}", "--device", "cpu:7"], "device is 'cpu:7'"),
+        (["sweep", "{tiny}", "--quant-policy", "int8,"], "--quant-policy 'int8,': an empty name"),
+        (["sweep", "{tiny}", "--draft-quant-policy", "int8,,none"], "--draft-quant-policy 'int8,,none': an empty"),
+        (["sweep", "{tiny}", "--exclude", "mtp.*,"], "--exclude 'mtp.*,': an empty name"),
+        (["sweep", "{tiny}", "--temperature", "0,"], "--temperature '0,': an empty name"),
+        # an empty string, as an unset variable leaves it, for every option that takes text
+        *[(["generate", "", "--prompt", "x"], "'PATH': an empty path"), (["sweep", " "], "'PATH': an empty path")],
+        *[(["report", ""], "'NOTEBOOK': an empty path"), (["report", "x.ipynb", "-o", ""], "an empty path")],
+        *[(["report", "x.ipynb", "-p", "", ""], "expected a name and a value")],
+        *[
+            (["generate", "{tiny}", "--prompt", "x", option, ""], says)
+            for option, says in (
+                ("--prompts", "'--prompts': an empty path"),
+                ("--exclude", "--exclude '': an empty name"),
+                ("--quant-policy", "quant_policy ''"),
+                ("--draft-quant-policy", "quant_policy ''"),
+                ("--draft-sampling", "draft_sampling is ''"),
+                ("--model-format", "model_format is ''"),
+                ("--device", "device is ''"),
+            )
+        ],
+        *[
+            (["sweep", "{tiny}", option, ""], says)
+            for option, says in (
+                ("--depths", "--depths ''"),
+                ("--quant-policy", "--quant-policy '': an empty name"),
+                ("--draft-quant-policy", "--draft-quant-policy '': an empty name"),
+                ("--exclude", "--exclude '': an empty name"),
+                ("--draft-exclude", "--draft-exclude '': an empty name"),
+                ("--temperature", "--temperature '': an empty name"),
+                ("--prompts", "'--prompts': an empty path"),
+                ("--domain", "no domain ''"),
+                ("--model-format", "model_format is ''"),
+                ("--device", "device is ''"),
+                ("--results", "'--results': an empty path"),
+            )
+        ],
         (["report", "/no/such.ipynb"], "/no/such.ipynb"),
         (["report", "x.ipynb", "-p", "3", "4"], "-p '3=4'"),
         (["report", "x.ipynb", "--execution-timeout", "0"], "--execution-timeout is 0"),
@@ -121,6 +159,7 @@ def test_version(command):
 def test_wrong_usage_is_one_line_and_code_2(arguments, says, bundled, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert main([word.replace("{tiny}", str(bundled)) for word in arguments]) == 2
+    assert list(tmp_path.iterdir()) == []
     out, err = capsys.readouterr()
     assert out == ""
     assert err.startswith("mtplab: ")
@@ -334,11 +373,11 @@ def test_the_bar_follows_the_sweeps_own_estimate(monkeypatch, capsys):
 def test_lists():
     assert depth_list("0-3") == (0, 1, 2, 3)
     assert depth_list("5, 1,2-3") == (5, 1, 2, 3)
-    assert names(["none,int8", "fp8"]) == ["none", "int8", "fp8"]
+    assert names("-x", ["none,int8", "fp8"]) == ["none", "int8", "fp8"]
     assert numbers("--temperature", ["0,0.7"]) == [0.0, 0.7]
-    assert exclusion("as-stored") is None
-    assert exclusion("published") == "published"
-    assert exclusion("mtp.*, lm_head") == ["mtp.*", "lm_head"]
+    assert exclusion("-x", "as-stored") is None
+    assert exclusion("-x", "published") == "published"
+    assert exclusion("-x", "mtp.*, lm_head", "x") == ["mtp.*", "lm_head", "x"]
     for bad in ("", "1-", "-3", "a", "1,,2", "0-99999999"):
         with pytest.raises(ConfigError):
             depth_list(bad)

@@ -207,12 +207,13 @@ def test_any_value_in_any_key_of_the_config(data):
 @pytest.mark.parametrize(
     "arguments, said",
     [
-        ({"device": "cuda:0"}, "no GPU") if not torch.cuda.is_available() else ({"device": "none"}, "torch device"),
-        ({"device": "nowhere"}, "expected a torch device"),
+        ({"device": "cuda:0"}, "no GPU") if not torch.cuda.is_available() else ({"device": "cuda:99"}, "torch sees"),
+        ({"device": "nowhere"}, "device is 'nowhere': expected 'cpu', 'cuda' or 'cuda:N'"),
+        ({"device": "cpu:7"}, "device is 'cpu:7': expected 'cpu'"),
         ({"dtype": "int8"}, "expected one of bfloat16"),
         ({"quant_policy": "int3"}, "unknown quant_policy 'int3'"),
         ({"model_format": "awq"}, "model_format is 'awq'"),
-        ({"device": "meta"}, "device is 'meta'; expected 'cpu'"),
+        ({"device": "meta"}, "device is 'meta': expected 'cpu'"),
         ({"exclude": ["*mlp*"]}, "nothing would be kept from FP8"),
     ],
 )

@@ -41,8 +41,8 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
         where = Path(path)
     except TypeError:
         raise ConfigError(f"path={shown(path)}: expected the path of a checkpoint.") from None
-    if "\0" in str(where):
-        raise ConfigError(f"path={shown(where)}: expected the path of a checkpoint.")
+    if not str(path) or "\0" in str(where):
+        raise ConfigError(f"path={shown(path)}: expected the path of a checkpoint.")
     files = find_files(where)
     config = read_config(files.folder, required=os.path.isdir(where))
     return Checkpoint(where, files, config)

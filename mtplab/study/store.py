@@ -36,6 +36,8 @@ class PointStore:
     """
 
     def __init__(self, folder: str | Path):
+        if not str(folder):
+            raise ConfigError("the results folder is an empty string; give a folder, or '.' for the current one")
         self.folder = Path(folder)
         try:
             (self.folder / ".locks").mkdir(parents=True, exist_ok=True)

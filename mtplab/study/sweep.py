@@ -138,7 +138,9 @@ def sweep(
         temperature,
         encode=getattr(model, "encode", None),
     )
-    store = PointStore(results or Path("results") / checkpoint_folder(checkpoint).resolve().name)
+    if results is None:
+        results = Path("results") / checkpoint_folder(checkpoint).resolve().name
+    store = PointStore(results)
     slot = ModelSlot()
     if model is not None:
         own = plan_digest(model.plan.modules)

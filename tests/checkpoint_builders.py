@@ -85,7 +85,7 @@ def write_checkpoint(
 ) -> Path:
     """A checkpoint folder: config.json and one file, or several with an index."""
     folder.mkdir(parents=True, exist_ok=True)
-    content = {"model_type": "qwen3_5_text", "num_hidden_layers": 1, **(config or {})}
+    content = {"model_type": "qwen3_5_text", "num_hidden_layers": 1, "mtp_num_hidden_layers": 1, **(config or {})}
     if quantization is not None:
         content["quantization_config"] = quantization
     (folder / "config.json").write_text(json.dumps(content))

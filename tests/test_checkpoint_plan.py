@@ -1,6 +1,7 @@
 """The plan: what becomes of each module, which rule decided, and what exclusions match."""
 
 import json
+import shutil
 import time
 from pathlib import Path
 
@@ -66,7 +67,7 @@ def test_as_published(tmp_path: Path, exclude: object) -> None:
 def test_parts_add_up_to_the_file(tmp_path: Path) -> None:
     ckpt = open_checkpoint(qwen_fp8(tmp_path / "x"))
     plan = ckpt.plan()
-    parts = [plan.nbytes(part) for part in ("target", "draft", "embedding", "head")]
+    parts = [plan.nbytes(part) for part in ("target", "draft", "embedding", "head", "unused")]
     assert sum(parts) == plan.nbytes() == sum(info.nbytes for info in ckpt.tensors.values())
     assert plan.nbytes("embedding") == 32 * 160 * 2
     with pytest.raises(ConfigError, match="part='drat'"):
@@ -85,7 +86,10 @@ def test_mtp_fc_follows_the_checkpoint(tmp_path: Path) -> None:
     unlisted = open_checkpoint(qwen_fp8(tmp_path / "unlisted", modules_to_not_convert=LISTED[:-1])).plan()
     assert unlisted.by_name["mtp.fc"].weight == "bf16"
     assert "does not list it" in unlisted.by_name["mtp.fc"].rule
-    stored = open_checkpoint(CHECKPOINTS / "hf-qwen3_5-dense-mtpfc-fp8" / "ckpt").plan().by_name["mtp.fc"]
+    folder = shutil.copytree(CHECKPOINTS / "hf-qwen3_5-dense-mtpfc-fp8" / "ckpt", tmp_path / "stored")
+    content = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**content, "mtp_num_hidden_layers": 1}))  # transformers drops it
+    stored = open_checkpoint(folder).plan().by_name["mtp.fc"]
     assert (stored.weight, stored.activation) == FP8 and "used as FP8" in stored.rule
     tensors = {**qwen_tensors(), "mtp.fc.weight": torch.randn(160, 320).to(E4M3),
                "mtp.fc.weight_scale_inv": torch.ones(2, 3)}  # fmt: skip
@@ -247,9 +251,62 @@ def test_other_families_draft_heads_are_found() -> None:
 def test_layers_stand_in_their_order(tmp_path: Path) -> None:
     tensors = {f"model.layers.{i}.mlp.up_proj.weight": torch.ones(1, 1).bfloat16() for i in (10, 2, 0, 1)}
     tensors["mtp.norm.weight"] = tensors["model.embed_tokens.weight"] = torch.ones(1, 1).bfloat16()
-    plan = open_checkpoint(write_checkpoint(tmp_path / "x", tensors)).plan()
+    plan = open_checkpoint(write_checkpoint(tmp_path / "x", tensors, config={"num_hidden_layers": 11})).plan()
     assert [module.name.split(".")[2] for module in plan.modules if "layers" in module.name] == ["0", "1", "2", "10"]
     assert plan.modules[0].name == "model.embed_tokens" and plan.modules[-1].name == "mtp.norm"
+
+
+# what no run loads
+
+
+def test_layers_that_config_json_does_not_count_are_unused(tmp_path: Path) -> None:
+    plain = qwen_tensors()
+    more = {
+        **plain,
+        "model.layers.1.mlp.up_proj.weight": torch.ones(8, 16).bfloat16(),
+        "model.layers.2.A_log": torch.ones(4),
+        "mtp.layers.1.self_attn.q_proj.weight": torch.ones(16, 16).bfloat16(),
+        "model.visual.blocks.0.attn.qkv.weight": torch.ones(8, 8).bfloat16(),
+    }
+    ckpt = open_checkpoint(write_checkpoint(tmp_path / "x", more, FP8_CONFIG))
+    plan, fewer = ckpt.plan(), open_checkpoint(write_checkpoint(tmp_path / "y", plain, FP8_CONFIG)).plan()
+    unused = {module.name: module for module in plan.modules if module.part == "unused"}
+    assert {f"{name}.weight" if name[-1] != "g" else name for name in unused} == more.keys() - plain.keys()
+    assert plan.loaded_nbytes() == fewer.loaded_nbytes() == fewer.nbytes()
+    assert plan.nbytes("unused") == 8 * 16 * 2 + 4 * 4 + 16 * 16 * 2 + 8 * 8 * 2 == plan.nbytes() - fewer.nbytes()
+    assert "behind the last layer that config.json counts (1, by num_hidden_layers)" in plan.by_name[
+        "model.layers.1.mlp.up_proj"].rule  # fmt: skip
+    assert "vision tower" in unused["model.visual.blocks.0.attn.qkv"].rule
+    said = [text for text in plan.warnings if "not loaded" in text]
+    assert len(said) == 2 and all(text.startswith(f"{tmp_path / 'x' / 'config.json'}: ") for text in said)
+    assert "2 tensors ('model.layers.1.mlp.up_proj.weight' first)" in said[0] and "mtp_num_hidden_layers" in said[1]
+    assert "unused 912" in str(plan)
+
+
+def test_what_is_unused_is_neither_quantised_nor_a_reason_to_warn_of_the_list(tmp_path: Path) -> None:
+    extra = {"model.layers.1.mlp.up_proj.weight": torch.ones(128, 128).bfloat16()}
+    tensors = {name: t.bfloat16() for name, t in qwen_tensors().items() if not name.endswith("_inv")} | extra
+    ckpt = open_checkpoint(write_checkpoint(tmp_path / "x", tensors))
+    module = ckpt.plan(exclude="none", model_format="fp8").by_name["model.layers.1.mlp.up_proj"]
+    assert (module.weight, module.activation, module.block, module.loaded_nbytes) == ("bf16", "none", None, 0)
+    listed = {**FP8_CONFIG, "modules_to_not_convert": [*LISTED, r"re:.*layers\.1\..*"]}
+    plan = open_checkpoint(write_checkpoint(tmp_path / "y", {**qwen_tensors(), **extra}, listed)).plan()
+    assert plan.by_name["model.layers.1.mlp.up_proj"].part == "unused"
+    assert not [text for text in plan.warnings if "name no module" in text]
+
+
+@pytest.mark.parametrize("head", [0, None])
+def test_a_head_that_config_json_does_not_count_is_unused(tmp_path: Path, head: int | None) -> None:
+    folder = write_checkpoint(tmp_path / "x", qwen_tensors(), FP8_CONFIG, config={"mtp_num_hidden_layers": head})
+    plan = open_checkpoint(folder).plan()
+    assert plan.nbytes("draft") == 0 and plan.by_name["mtp.fc"].part == "unused"
+    assert any("of which config.json counts 0 (mtp_num_hidden_layers)" in text for text in plan.warnings)
+
+
+def test_a_head_that_is_promised_and_missing_is_a_warning(tmp_path: Path) -> None:
+    tensors = {name: t for name, t in qwen_tensors().items() if not name.startswith("mtp.")}
+    (said,) = open_checkpoint(write_checkpoint(tmp_path / "x", tensors, FP8_CONFIG)).plan().warnings
+    assert said.startswith(f"{tmp_path / 'x' / 'config.json'}: mtp_num_hidden_layers is 1") and "Set it to 0" in said
 
 
 # how it is shown

@@ -295,7 +295,7 @@ def test_the_config_may_stand_in_the_text_config(tmp_path: Path, key: str) -> No
     content[key] = {"quantization_config": content.pop("quantization_config")}
     (folder / "config.json").write_text(json.dumps(content))
     quantization = open_checkpoint(folder).quantization
-    assert quantization is not None and quantization.where.endswith(f"config.json: {key}.quantization_config")
+    assert quantization is not None and quantization.where == f"{folder / 'config.json'}: {key}.quantization_config"
 
 
 def test_a_separate_modelopt_config_is_recognised(tmp_path: Path) -> None:

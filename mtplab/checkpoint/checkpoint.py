@@ -7,7 +7,7 @@ import no torch; reading a value does.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
@@ -17,7 +17,7 @@ from mtplab.checkpoint.config_json import find_quantization, read_config
 from mtplab.checkpoint.formats import QuantizationConfig, parse
 from mtplab.checkpoint.header import TensorInfo
 from mtplab.checkpoint.index import Files, find_files
-from mtplab.checkpoint.names import nearest
+from mtplab.checkpoint.names import Reach, nearest, normalised
 from mtplab.checkpoint.pairing import Pairing, Problem
 from mtplab.checkpoint.plan import Plan, make_plan
 from mtplab.checkpoint.strict_json import shown
@@ -66,7 +66,7 @@ class Checkpoint:
         self.files = files
         self.tensors: Mapping[str, TensorInfo] = MappingProxyType(files.tensors)
         found = find_quantization(config, files.folder)
-        fmt, self.quantization = (None, None) if found is None else parse(found, files.folder)
+        fmt, self.quantization = (None, None) if found is None else parse(found)
         self._pairing = Pairing(files.tensors, fmt, self.quantization)
 
     def __repr__(self) -> str:
@@ -87,7 +87,28 @@ class Checkpoint:
                     f"in {first.file.name} first): whatever follows the index never reads them. Rebuild the index.",
                 )
             )  # fmt: skip
-        return tuple(found)
+        return (*found, *self._layer_problems())
+
+    def _layer_problems(self) -> Iterator[Problem]:
+        """Where config.json counts other layers than the files hold."""
+        reach, where = Reach(self.config), self.files.folder / "config.json"
+        by_reason: dict[str, list[str]] = {}
+        for name in self.tensors:
+            why = reach.unread(name)
+            if why is not None and "config.json" in why:
+                by_reason.setdefault(why, []).append(name)
+        for why, names in by_reason.items():
+            yield Problem(
+                "warning", "unused-layers", names[0],
+                f"{where}: {len(names)} tensors ({shown(names[0])} first) are {why}, and are not loaded. If they "
+                "belong to the model, correct the number.",
+            )  # fmt: skip
+        if reach.heads and not any(normalised(name).startswith("mtp.") for name in self.tensors):
+            yield Problem(
+                "warning", "missing-head", "",
+                f"{where}: mtp_num_hidden_layers is {reach.heads}, but no tensor is named mtp.*: there is no head to "
+                "load. Set it to 0 to run the model without one, or take a checkpoint that has its head.",
+            )  # fmt: skip
 
     def info(self, name: str) -> TensorInfo:
         """The entry of a tensor, by its name or its module's (`mtp.fc` for `mtp.fc.weight`).

@@ -26,7 +26,7 @@ SEPARATE_FILE = "hf_quant_config.json"  # ModelOpt
 
 
 class Found(NamedTuple):
-    """A quantisation config as it stands, and where it was found."""
+    """A quantisation config as it stands, and where it was found: the file's path and the key in it."""
 
     content: dict[str, Any]
     where: str
@@ -68,14 +68,12 @@ def find_quantization(config: dict[str, Any], folder: Path) -> Found | None:
             value = value.get(key) if isinstance(value, dict) else None
         if value is None:
             continue
-        where = "config.json: " + ".".join(place)
+        file, key = folder / "config.json", ".".join(place)
         if not isinstance(value, dict):
-            raise CheckpointError(
-                f"{folder / 'config.json'}: expected {'.'.join(place)} to be an object, found {shown(value)}."
-            )
-        return Found(value, where)
+            raise CheckpointError(f"{file}: expected {key} to be an object, found {shown(value)}.")
+        return Found(value, f"{file}: {key}")
     path = folder / SEPARATE_FILE
     if os.path.lexists(path):
         content = read_json_object(path, "a ModelOpt quantisation config")
-        return Found({"quant_method": "modelopt", **content}, SEPARATE_FILE)
+        return Found({"quant_method": "modelopt", **content}, str(path))
     return None

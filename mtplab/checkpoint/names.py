@@ -1,7 +1,7 @@
 """What a tensor's name says: its module, the part of the model it belongs to, the kind of module.
 
 Names stay as they stand on disk; only for comparison are the roots that different writers use made alike.
-Knows nothing of dtypes or quantisation, and of a family no more than how its draft head is named.
+Knows nothing of dtypes or quantisation, and of a family no more than how its layers and its draft head are named.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 from mtplab.checkpoint.config_json import text_config
 
-__all__ = ["draft_prefixes", "kind_of", "module_of", "nearest", "normalised", "part_of"]
+__all__ = ["Reach", "draft_prefixes", "kind_of", "module_of", "nearest", "normalised", "part_of"]
 
 # the multimodal wrapper's roots, and what the text model alone writes in their place
 _ROOTS = (
@@ -23,6 +23,8 @@ _ROOTS = (
 )
 _PARAMETERS = ("weight", "bias")
 _DRAFT_ROOTS = ("mtp.", "model.mtp.", "model.mtp_layers.")  # Qwen3.5, MiMo-V2, MiMo-7B
+_VISION = ("model.visual.", "visual.")
+_LAYER = re.compile(r"(model|mtp)\.layers\.([0-9]{1,9})\.")
 _EMBEDDINGS = {"embed_tokens", "embed", "wte", "word_embeddings", "tok_embeddings", "embeddings"}
 _HEADS = {"lm_head", "head", "output"}
 
@@ -47,11 +49,42 @@ def draft_prefixes(config: dict[str, Any]) -> tuple[str, ...]:
     DeepSeek-V3 and GLM put their MTP layers behind the last decoder layer: `model.layers.{num_hidden_layers
     + i}`.
     """
-    text = text_config(config)
+    layers, extra = _behind(text_config(config))
+    return (*_DRAFT_ROOTS, *(f"model.layers.{layers + i}." for i in range(extra)))
+
+
+def _behind(text: dict[str, Any]) -> tuple[int, int]:
+    """(decoder layers, draft layers named behind them), 0 where config.json says nothing that can be used."""
     layers, extra = text.get("num_hidden_layers"), text.get("num_nextn_predict_layers")
-    if type(layers) is int and type(extra) is int and 0 < extra <= 64 and 0 < layers < 100_000:
-        return (*_DRAFT_ROOTS, *(f"model.layers.{layers + i}." for i in range(extra)))
-    return _DRAFT_ROOTS
+    if type(layers) is not int or not 0 < layers < 100_000:
+        return 0, 0
+    return layers, extra if type(extra) is int and 0 < extra <= 64 else 0
+
+
+class Reach:
+    """Which modules a run of the text model reads, as far as config.json counts layers."""
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        text = text_config(config)
+        heads = text.get("mtp_num_hidden_layers")
+        if heads is None and str(text.get("model_type", config.get("model_type"))).startswith("qwen3_5"):
+            heads = 0  # what its readers take it for
+        self.heads = heads if type(heads) is int else None
+        self._counts = {"model": sum(_behind(text)) or None, "mtp": self.heads}
+
+    def unread(self, module: str) -> str | None:
+        """Why no run reads the module, or None."""
+        name = normalised(module)
+        if name.startswith(_VISION):
+            return "part of the vision tower, and only the text model is run"
+        if self.heads == 0 and name.startswith("mtp."):
+            return "of an MTP head, of which config.json counts 0 (mtp_num_hidden_layers)"
+        layer = _LAYER.match(name)
+        count = self._counts[layer[1]] if layer else None
+        if layer is None or count is None or int(layer[2]) < count:
+            return None
+        key = {"model": "num_hidden_layers", "mtp": "mtp_num_hidden_layers"}[layer[1]]
+        return f"behind the last layer that config.json counts ({count}, by {key})"
 
 
 def part_of(module: str, drafts: tuple[str, ...]) -> str:

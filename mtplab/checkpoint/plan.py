@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 from mtplab.checkpoint.exclusions import QWEN_PUBLISHED, ListedModules, UserPatterns, parse_exclude
 from mtplab.checkpoint.formats import QuantizationConfig
 from mtplab.checkpoint.header import TensorInfo
-from mtplab.checkpoint.names import draft_prefixes, kind_of, module_of, nearest, part_of
+from mtplab.checkpoint.names import Reach, draft_prefixes, kind_of, module_of, nearest, part_of
 from mtplab.checkpoint.pairing import Pairing
 from mtplab.checkpoint.strict_json import shown
 from mtplab.errors import ConfigError
@@ -25,7 +25,7 @@ __all__ = ["LOAD_BLOCK", "MODEL_FORMATS", "ModulePlan", "Plan", "make_plan"]
 MODEL_FORMATS = (None, "fp8")
 LOAD_BLOCK = (128, 128)  # of weights that are quantised as they are loaded
 _PLAIN = {"BF16": "bf16", "F16": "f16", "F32": "f32"}
-_PART_ORDER = {"embedding": 0, "target": 1, "head": 2, "draft": 3}
+_PART_ORDER = {"embedding": 0, "target": 1, "head": 2, "draft": 3, "unused": 4}
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class ModulePlan:
     """One module: `weight` and `activation` are what a run uses, `stored` and `nbytes` what is on disk."""
 
     name: str  # as it stands on disk, without ".weight"
-    part: str  # "target", "draft", "embedding", "head"
+    part: str  # "target", "draft", "embedding", "head"; "unused": no run loads it
     kind: str  # "linear", "norm", "conv", "embedding", "other"
     stored: str  # storage dtype of the weight, as safetensors spells it
     weight: str  # "fp8", "bf16", "f16", "f32"; any other storage dtype in lower case
@@ -46,7 +46,9 @@ class ModulePlan:
 
     @property
     def loaded_nbytes(self) -> int:
-        """Bytes with `weight` as planned: codes plus float32 scales where it is quantised at load."""
+        """Bytes with `weight` as planned: codes plus float32 scales where it is quantised at load; 0 if unused."""
+        if self.part == "unused":
+            return 0
         if self.weight != "fp8" or self.block is None or self.scale is not None:
             return self.nbytes
         (n, k), (bm, bn) = self.shape, self.block
@@ -55,7 +57,7 @@ class ModulePlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """The modules of a checkpoint in reading order: embedding, target, head, draft."""
+    """The modules of a checkpoint in reading order: embedding, target, head, draft, and what no run loads."""
 
     modules: tuple[ModulePlan, ...]
     model_format: str | None = None
@@ -66,7 +68,7 @@ class Plan:
         return {module.name: module for module in self.modules}
 
     def nbytes(self, part: str | None = None) -> int:
-        """Bytes as stored, of one part ("target", "draft", "embedding", "head") or of all."""
+        """Bytes as stored, of one part ("target", "draft", "embedding", "head", "unused") or of all."""
         return sum(module.nbytes for module in self._of(part))
 
     def loaded_nbytes(self, part: str | None = None) -> int:
@@ -116,11 +118,14 @@ def make_plan(
     if draft_exclude is not None:
         draft.check(list(grouped), "draft_exclude")
     decide = _Decision(pairing, quantization, model_format)
-    drafts = draft_prefixes(config)
+    drafts, reach = draft_prefixes(config), Reach(config)
     modules = []
     for name, members in grouped.items():
-        part = part_of(name, drafts)
-        modules.append(decide(name, part, members, draft if part == "draft" else target))
+        part, why = part_of(name, drafts), reach.unread(name)
+        if why is None:
+            modules.append(decide(name, part, members, draft if part == "draft" else target))
+        else:
+            modules.append(decide.unused(name, members, why))
     modules.sort(key=lambda module: (_PART_ORDER[module.part], _natural(module.name)))
     return Plan(tuple(modules), model_format, (*warnings, *decide.warnings(list(grouped))))
 
@@ -174,6 +179,13 @@ class _Decision:
             else:
                 rule = self._stored_plain(name, kind, info)
         return ModulePlan(name, part, kind, info.dtype, weight, activation, rule, info.shape, nbytes, scale, block)
+
+    def unused(self, name: str, members: list[TensorInfo], why: str) -> ModulePlan:
+        """The plan of a module that no run loads: it stays as it is stored."""
+        made = self(name, "unused", members, UserPatterns(("none",), ()))
+        if made.scale is None and made.weight == "fp8":
+            made = replace(made, weight=_PLAIN[made.stored], block=None)
+        return replace(made, activation="none", rule=f"{why}: not loaded")
 
     def warnings(self, modules: list[str]) -> list[str]:
         """What the checkpoint's own list says that its tensors do not bear out."""

@@ -28,7 +28,7 @@ def _cells(module: ModulePlan) -> tuple[str, ...]:
 
 def _summary(plan: Plan) -> str:
     fp8 = [module for module in plan.modules if module.weight == "fp8"]
-    parts = ("embedding", "target", "head", "draft")
+    parts = ("embedding", "target", "head", "draft", "unused")
     sizes = ", ".join(f"{part} {plan.nbytes(part):,}" for part in parts if plan.nbytes(part))
     loaded = plan.loaded_nbytes()
     became = f"; {loaded:,} as planned" if loaded != plan.nbytes() else ""

@@ -27,20 +27,19 @@ def formats() -> tuple[Format, ...]:
     return tuple(item for item in found if item is not None)
 
 
-def parse(found: Found, folder: object) -> tuple[Format, QuantizationConfig]:
+def parse(found: Found) -> tuple[Format, QuantizationConfig]:
     """The format and the parsed config of what stands in the checkpoint.
 
     Raises CheckpointError naming the method found and those that are read.
     """
     method = found.content.get("quant_method")
-    where = f"{folder}: {found.where}"
     for item in formats():
         if method in item.methods:
-            return item, item.parse(found.content, where)
+            return item, item.parse(found.content, found.where)
     read = ", ".join(repr(name) for item in formats() for name in item.methods)
     what = KNOWN_METHODS.get(method) if isinstance(method, str) else None
     known = f", {what}" if what else ""
     raise CheckpointError(
-        f"{where}: quant_method {shown(method)}{known}: expected {read}, or no quantization_config for a plain BF16, "
-        "F16 or F32 checkpoint. Convert the checkpoint, or take its BF16 or block-FP8 release."
+        f"{found.where}: quant_method {shown(method)}{known}: expected {read}, or no quantization_config for a plain "
+        "BF16, F16 or F32 checkpoint. Convert the checkpoint, or take its BF16 or block-FP8 release."
     )

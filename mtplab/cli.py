@@ -13,7 +13,7 @@ from typing import Annotated
 
 import typer
 
-from mtplab.cli_common import ReaderGone, note
+from mtplab.cli_common import ReaderGone, note, warnings_as_notes
 from mtplab.cli_generate import generate
 from mtplab.cli_report import join_parameters, report
 from mtplab.cli_sweep import sweep
@@ -74,7 +74,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if hasattr(stream, "reconfigure"):  # a terminal that cannot show a character is no reason to fail
             stream.reconfigure(errors="backslashreplace")
     try:
-        code = app(arguments, standalone_mode=False, prog_name="mtplab")
+        with warnings_as_notes():
+            code = app(arguments, standalone_mode=False, prog_name="mtplab")
         sys.stdout.flush()
         if code == 130:  # how typer tells of an interrupt
             raise KeyboardInterrupt
@@ -97,7 +98,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _fail(problem: object, code: int) -> int:
-    note(f"mtplab: {problem}")
+    note(problem)
     return code
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -37,7 +38,11 @@ __all__ = [
     "say",
     "spinner",
     "step_bar",
+    "warnings_as_notes",
 ]
+
+# characters on stderr: of a path or a value, and of a whole message
+MAX_WORD, MAX_LINE = 240, 1200
 
 
 def path_of(text: str) -> Path:
@@ -74,8 +79,27 @@ def emit(text: str) -> None:
 
 
 def note(text: object) -> None:
-    """One line to stderr."""
-    print(plain(text).replace("\n", " "), file=sys.stderr)
+    """One line to stderr, `mtplab: ` in front, with what is too long to be read cut in the middle."""
+    words = (_cut(word, MAX_WORD) for word in plain(text).split(" "))
+    print(f"mtplab: {_cut(' '.join(words).replace(chr(10), ' '), MAX_LINE)}", file=sys.stderr)
+
+
+def _cut(text: str, limit: int) -> str:
+    """The text if it has at most `limit` characters, else its two ends: paths and names differ there."""
+    half = (limit - 1) // 2
+    return text if len(text) <= limit else f"{text[:half]}…{text[-half:]}"
+
+
+@contextmanager
+def warnings_as_notes() -> Iterator[None]:
+    """Shows a warning as one line to stderr, without the line of source that raised it."""
+
+    def show(message: Warning | str, *where: Any) -> None:
+        note(f"warning: {message}")
+
+    with warnings.catch_warnings():
+        warnings.showwarning = show
+        yield
 
 
 def print_json(value: Any) -> None:

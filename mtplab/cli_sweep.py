@@ -160,7 +160,7 @@ def sweep(
         say()
         say(f"{result.summary()}; {result.seconds:.1f} s; kept in {result.folder}")
     for finding in result.notes:
-        note(f"mtplab: {finding}")
+        note(finding)
     findings = result.notes if exact else []
     return 1 if result.failed or result.cancelled or findings else 0
 
@@ -173,7 +173,7 @@ def _stop_on_interrupt() -> Iterator[threading.Event]:
     def first(number: int, frame: Any) -> None:
         cancel.set()
         signal.signal(signal.SIGINT, before)
-        note("mtplab: stopping after this round; Ctrl-C again stops at once")
+        note("stopping after this round; Ctrl-C again stops at once")
 
     if threading.current_thread() is not threading.main_thread():
         yield cancel

@@ -193,6 +193,32 @@ def test_failures_leave_as_one_inert_line(problem, code, says, bundled, capsys, 
     assert capsys.readouterr().err.lstrip("\n") == says
 
 
+def test_what_is_too_long_to_read_is_cut_in_the_middle(bundled, capsys):
+    path = "/no/" + "long/" * 600 + "name.jsonl"
+    assert main(["sweep", str(bundled), "--prompts", path]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("mtplab: /no/long/") and "…" in err
+    assert err.endswith("long/name.jsonl: no such file or folder of prompts\n") and len(err) < 300
+    assert main(["sweep", str(bundled), *["--domain", "two words " * 500]]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("mtplab: no domain 'two words") and len(err) < 1250 and err.count("\n") == 1
+    assert "; it has " in err, "what to do about it stays"
+    short = "/no/" + "d/" * 100 + "name.jsonl"
+    assert main(["sweep", str(bundled), "--prompts", short]) == 2
+    assert short in capsys.readouterr().err
+
+
+def test_a_warning_is_one_line_without_source(command, bundled, tmp_path):
+    """A wreck among the results is set aside: a warning for a library's user, one line here."""
+    arguments = ["sweep", bundled, "--depths", "0", "--limit", "1", "--max-new-tokens", "2", "--results", tmp_path]
+    command(*arguments)
+    (point,) = tmp_path.glob("*.json")
+    point.write_text("no json")
+    err = command(*arguments).stderr
+    assert err.startswith(f"mtplab: warning: {point}: not a readable result (") and err.count("\n") == 1
+    assert err.endswith(", to be computed again\n") and "warnings.warn" not in err
+
+
 def test_unexpected_errors_can_be_looked_into(bundled, monkeypatch):
     def fail(*arguments, **options):
         raise RuntimeError("boom")

@@ -16,7 +16,7 @@ from mtplab.config import MAX_DEPTH, EngineConfig, SamplingConfig, SpecConfig
 from mtplab.errors import ConfigError
 from mtplab.quant.policy import resolve_policy
 from mtplab.study.identity import checkpoint_folder, checkpoint_identity
-from mtplab.study.point import PointConfig, excluded_modules, plan_digest
+from mtplab.study.point import DRAFT_SETTINGS, PointConfig, excluded_modules, plan_digest
 from mtplab.study.producer import Labels
 from mtplab.study.prompts import PromptSet, load_prompts, tokenizer_encoder
 from mtplab.study.worker import Unit, Variant
@@ -135,15 +135,8 @@ def build_units(
                     dtype=engine.dtype or ("float32" if device == "cpu" else str(stored_dtype(checkpoint.config))),
                     quant_policy=policy,
                     draft_quant_policy=draft_policy,
-                    temperature=degree,
-                    top_k=sampling.top_k,
-                    top_p=sampling.top_p,
-                    seed=sampling.seed,
-                    max_new_tokens=sampling.max_new_tokens,
-                    ignore_eos=sampling.ignore_eos,
-                    draft_sampling=spec.draft_sampling,
-                    target_hidden=spec.target_hidden,
-                    draft_hidden=spec.draft_hidden,
+                    **(sampling.model_dump() | {"temperature": degree}),
+                    **spec.model_dump(include=set(DRAFT_SETTINGS)),
                     prompts=ids,
                     domains=tuple(prompt.domain for prompt in prompts.prompts),
                 )

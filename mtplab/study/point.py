@@ -16,10 +16,17 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-__all__ = ["POINT_SCHEMA", "PointConfig", "canonical_json", "excluded_modules", "plan_digest"]
+from mtplab.config import SamplingConfig
+
+__all__ = ["DRAFT_SETTINGS", "POINT_SCHEMA", "PointConfig", "canonical_json", "excluded_modules", "plan_digest"]
 
 # raise it when the same settings would give other numbers, so that old results are not taken for new ones
 POINT_SCHEMA = 1
+
+# of `SpecConfig`, what a run is told beside the depth and the cache policy
+DRAFT_SETTINGS = ("draft_sampling", "target_hidden", "draft_hidden")
+# what `generate` takes of a point, under the same names there
+_RUN = (*SamplingConfig.model_fields, *DRAFT_SETTINGS, "quant_policy", "draft_quant_policy", "exact")
 
 
 class PointConfig(BaseModel):
@@ -83,6 +90,10 @@ class PointConfig(BaseModel):
     def hash(self) -> str:
         """SHA-256 of the canonical JSON, 64 hex digits."""
         return hashlib.sha256(self.canonical().encode("ascii")).hexdigest()
+
+    def run_arguments(self) -> dict[str, Any]:
+        """Keyword arguments of `generate` beside the model, the prompts and the depth."""
+        return {name: getattr(self, name) for name in _RUN}
 
     def settings(self) -> dict[str, Any]:
         """The config without the long lists, for a row's provenance (JSON-ready)."""

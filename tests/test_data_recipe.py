@@ -251,3 +251,19 @@ def test_gguf_names_and_value_head_order():
     np.testing.assert_array_equal(made["blk.0.attn_norm.weight"], norm + 1)
     out = next(x for n, x in tensors.items() if n.endswith("layers.0.linear_attn.out_proj.weight"))
     np.testing.assert_array_equal(made["blk.0.ssm_out.weight"][:, 64:128], out[:, 128:192])
+
+
+def test_a_step_down_is_clipped_and_scaled():
+    """On loss = 3x + 4y the gradient is (3, 4): norm 5, clipped to (0.6, 0.8); SGD then moves by rate times that."""
+    from optim import descend
+
+    params = [torch.nn.Parameter(torch.zeros(())), torch.nn.Parameter(torch.zeros(()))]
+    frozen = torch.nn.Parameter(torch.ones(()), requires_grad=False)
+    sgd = torch.optim.SGD(params, lr=9.0)
+    for group in sgd.param_groups:
+        group["base"] = 0.5
+    for times in (1, 2):
+        norm = descend([sgd], [*params, frozen], 3 * params[0] + 4 * params[1], 0.2)
+        assert norm == pytest.approx(5.0)
+        assert [p.item() for p in params] == pytest.approx([-0.06 * times, -0.08 * times], rel=1e-4)
+    assert frozen.item() == 1.0

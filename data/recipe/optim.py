@@ -6,6 +6,8 @@ the nearest semi-orthogonal matrix.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor, nn
 
@@ -47,6 +49,20 @@ def make_optimizers(named: dict[str, nn.Parameter], muon_lr: float, adam_lr: flo
     for group in adam.param_groups:
         group["base"] = adam_lr
     return [Muon(list(matrices.values()), lr=muon_lr), adam]
+
+
+def descend(
+    optimizers: list[torch.optim.Optimizer], params: Iterable[nn.Parameter], loss: Tensor, factor: float
+) -> float:
+    """One step down `loss`, its gradient clipped to norm 1, at `factor` of the base rates. Returns the norm before."""
+    for optimizer in optimizers:
+        optimizer.zero_grad(set_to_none=True)
+    loss.backward()
+    norm = torch.nn.utils.clip_grad_norm_([p for p in params if p.requires_grad], 1.0)
+    set_rate(optimizers, factor)
+    for optimizer in optimizers:
+        optimizer.step()
+    return norm.item()
 
 
 def set_rate(optimizers: list[torch.optim.Optimizer], factor: float) -> None:

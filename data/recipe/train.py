@@ -22,7 +22,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from network import Linear, Network, read_config
-from optim import make_optimizers, set_rate
+from optim import descend, make_optimizers
 from torch import Tensor
 
 WINDOW, BATCH, SEED = 256, 12, 20
@@ -57,6 +57,23 @@ class Windows:
         start = self.starts[self.index]
         self.index += 1
         return self.tokens[start : start + self.size].astype(np.int64)
+
+
+def corpora(work: Path) -> tuple[dict[str, Windows], dict[str, np.ndarray]]:
+    """Per corpus of WORK/tokens.npz: windows to train on, and the held-out tokens."""
+    arrays = np.load(work / "tokens.npz")
+    sources = {n: Windows(arrays[f"train_{n}"], WINDOW + 1 + DEPTH, SEED + i) for i, n in enumerate(SHARES)}
+    return sources, {name: arrays[f"held_{name}"] for name in SHARES}
+
+
+def write_log(path: Path, seconds: float, *, step: int, tokens: int, **entry: object) -> None:
+    """One line to the log and to stdout: where training is, what it took, and the entry."""
+    cpu = resource.getrusage(resource.RUSAGE_SELF)
+    line = {"step": step, "tokens": tokens, "seconds": round(seconds, 1),
+            "cpu_seconds_this_process": round(cpu.ru_utime + cpu.ru_stime, 1), **entry}  # fmt: skip
+    with path.open("a") as file:
+        file.write(json.dumps(line) + "\n")
+    print(line, flush=True)
 
 
 class SoftCrossEntropy(torch.autograd.Function):
@@ -133,9 +150,7 @@ def main() -> None:
     torch.manual_seed(SEED)
     Linear.bf16 = not args.fp32 and torch.cpu._is_avx512_bf16_supported()
 
-    arrays = np.load(args.work / "tokens.npz")
-    held = {name: arrays[f"held_{name}"] for name in SHARES}
-    sources = {n: Windows(arrays[f"train_{n}"], WINDOW + 1 + DEPTH, SEED + i) for i, n in enumerate(SHARES)}
+    sources, held = corpora(args.work)
     net = Network(read_config())
     state_path, log_path = args.work / f"state-{args.phase}.pt", args.work / f"log-{args.phase}.jsonl"
     if args.phase == "head":
@@ -166,12 +181,7 @@ def main() -> None:
         os.replace(state_path.with_suffix(".tmp"), state_path)
 
     def log(**entry: object) -> None:
-        cpu = resource.getrusage(resource.RUSAGE_SELF)
-        entry = {"step": step, "tokens": tokens, "seconds": round(time.monotonic() - began, 1),
-                 "cpu_seconds_this_process": round(cpu.ru_utime + cpu.ru_stime, 1), **entry}  # fmt: skip
-        with log_path.open("a") as file:
-            file.write(json.dumps(entry) + "\n")
-        print(entry, flush=True)
+        write_log(log_path, time.monotonic() - began, step=step, tokens=tokens, **entry)
 
     log(event="start", bf16=Linear.bf16, minutes=args.minutes, torch=torch.__version__)
     while (progress := (time.monotonic() - began) / (args.minutes * 60)) < 1:
@@ -180,17 +190,11 @@ def main() -> None:
         )
         ids = torch.from_numpy(np.stack([sources[name].next() for name in rows]))
         total, parts = losses(net, ids, args.phase, progress)
-        for optimizer in optimizers:
-            optimizer.zero_grad(set_to_none=True)
-        total.backward()
-        norm = torch.nn.utils.clip_grad_norm_([p for p in net.parameters() if p.requires_grad], 1.0)
         factor = rate(args.phase, progress, step)
-        set_rate(optimizers, factor)
-        for optimizer in optimizers:
-            optimizer.step()
+        norm = descend(optimizers, net.parameters(), total, factor)
         step, tokens = step + 1, tokens + BATCH * WINDOW
         if step % 25 == 0:
-            log(progress=round(progress, 4), rate=round(factor, 4), grad=round(norm.item(), 3),
+            log(progress=round(progress, 4), rate=round(factor, 4), grad=round(norm, 3),
                 **{k: round(v, 4) for k, v in parts.items()})  # fmt: skip
         now = time.monotonic() - began
         if now - last_eval > EVALUATE_SECONDS:

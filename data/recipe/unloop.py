@@ -6,14 +6,12 @@ A model this small repeats itself when decoded greedily, and drafts follow a loo
 little. Sequence-level unlikelihood (Welleck et al., "Neural Text Generation with Unlikelihood Training", 2020):
 continue prompts from the training text greedily, and lower the probability of every token that completes a 4-gram
 seen before in the same text; each such step goes with one step's worth of ordinary training. One process, one thread;
-elapsed time decides.
+elapsed time decides. This module does not know the network's layers, the head or how text is measured.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import sys
 import tempfile
 import time
@@ -22,9 +20,9 @@ from pathlib import Path
 import numpy as np
 import torch
 from network import HERE, Linear, Network, read_config
-from optim import make_optimizers, set_rate
+from optim import descend, make_optimizers
 from torch import Tensor
-from train import BATCH, DEPTH, SEED, SHARES, WINDOW, Windows, evaluate, losses
+from train import BATCH, SEED, SHARES, WINDOW, corpora, evaluate, losses, write_log
 
 sys.path.insert(0, str(HERE.parent.parent))
 
@@ -77,9 +75,7 @@ def main() -> None:
     torch.set_num_threads(1)
     torch.manual_seed(SEED)
     Linear.bf16 = torch.cpu._is_avx512_bf16_supported()
-    arrays = np.load(args.work / "tokens.npz")
-    held = {name: arrays[f"held_{name}"] for name in SHARES}
-    sources = {n: Windows(arrays[f"train_{n}"], WINDOW + 1 + DEPTH, SEED + i) for i, n in enumerate(SHARES)}
+    sources, held = corpora(args.work)
     for source in sources.values():
         source.at(200, 0)
     net = Network(read_config())
@@ -89,12 +85,7 @@ def main() -> None:
     began, step, tokens, queue = time.monotonic(), 0, 0, []
 
     def log(**entry: object) -> None:
-        cpu = os.times()
-        entry = {"step": step, "tokens": tokens, "seconds": round(time.monotonic() - began, 1),
-                 "cpu_seconds_this_process": round(cpu.user + cpu.system, 1), **entry}  # fmt: skip
-        with log_path.open("a") as file:
-            file.write(json.dumps(entry) + "\n")
-        print(entry, flush=True)
+        write_log(log_path, time.monotonic() - began, step=step, tokens=tokens, **entry)
 
     log(event="start", bf16=Linear.bf16, minutes=args.minutes, torch=torch.__version__)
     while (progress := (time.monotonic() - began) / (args.minutes * 60)) < 1:
@@ -107,13 +98,8 @@ def main() -> None:
         ids = torch.from_numpy(np.stack([sources[n].next() for n in names]))
         total, parts = losses(net, ids, "trunk", 1.0)
         against = unlikelihood(net, *queue.pop())
-        for optimizer in optimizers:
-            optimizer.zero_grad(set_to_none=True)
-        (total + WEIGHT * against).backward()
-        torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
-        set_rate(optimizers, min(1.0, (step + 1) / 10) * (1 - progress))
-        for optimizer in optimizers:
-            optimizer.step()
+        factor = min(1.0, (step + 1) / 10) * (1 - progress)
+        descend(optimizers, net.parameters(), total + WEIGHT * against, factor)
         step, tokens = step + 1, tokens + REAL * WINDOW
         if step % 10 == 0:
             log(**{k: round(v, 4) for k, v in parts.items()}, against=round(against.item(), 4))

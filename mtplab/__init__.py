@@ -1,7 +1,7 @@
 """mtplab: a research workbench for FP8 models with an MTP draft head.
 
 The names below are loaded on first use (PEP 562), so that `import mtplab`, the command line's `--help` and the
-header-only checkpoint tools start without importing torch.
+header-only checkpoint tools start without importing torch. This file knows where they are, and nothing of what they do.
 """
 
 from __future__ import annotations

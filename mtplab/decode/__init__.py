@@ -1,4 +1,7 @@
-"""Decoding: caches and rollback, sampling, the speculative step, the runner."""
+"""Decoding: caches and rollback, sampling, the speculative step, the runner.
+
+This room does not know points, sweeps or files: it runs a loaded model on the prompts it is given.
+"""
 
 from mtplab.decode.generate import generate, token_ids
 from mtplab.decode.runner import Cancelled

@@ -1,6 +1,7 @@
 """`generate`: the public way to run a model, plainly or with drafts.
 
 Checks and translates what the caller gave, splits prompts into batches, gathers the result; `runner.py` does the work.
+Knows nothing of rounds, caches or how a token is chosen.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""One look at the target: the logits after a sequence, by a single pass, outside any run."""
+"""One look at the target: the logits after a sequence, by a single pass, outside any run.
+
+Knows nothing of drafts, rounds or sampling.
+"""
 
 from __future__ import annotations
 

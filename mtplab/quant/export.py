@@ -2,6 +2,7 @@
 
 Knows which files make up a checkpoint folder; what is quantised is decided by the plan, the same one that
 `load_model(model_format="fp8")` follows, so a file written here holds what such a load would have computed.
+Knows nothing of layers or runs.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Where things lie, whatever folder a notebook or a command was started in.
 
 JupyterLab starts a kernel in the notebook's folder, papermill in the caller's. A path such as
-`data/tiny-qwen3_5` should mean the same in both.
+`data/tiny-qwen3_5` should mean the same in both. Does not know what lies at a path, and opens nothing.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 vLLM, SGLang and lmdeploy give the head the target's hidden state after its final norm, and feed the head's own back
 after its norm; others assert before. Output is the same either way, so acceptance is what tells them apart.
+Knows nothing of what the hidden states hold or where the head gets them; keeps no results.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A sweep: every point of a grid at every depth, read back where it is on disk, run where it is not.
 
-This module knows the order of work and who is told about it; what a point is, how one is run and how it is
-kept are its neighbours' business (grid, worker, store).
+This module knows the order of work and who is told about it. It does not know what a point is, how one is run or
+how it is kept: those are its neighbours' business (grid, worker, store).
 """
 
 from __future__ import annotations

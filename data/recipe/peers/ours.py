@@ -3,6 +3,7 @@
     python data/recipe/peers/ours.py data/tiny-qwen3_5 [bfloat16]
 
 Greedy, one thread, 256 tokens, float32 unless told otherwise; one JSON line per prompt and depth.
+This script does not know the other engines.
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@
 
 For every prompt whose depth-0 text differs between engines of like arithmetic: the logit margin, in float32 and in the
 recipe's own network, between the likeliest token and the other one that the engines chose among.
+This script does not run the other engines: it reads what they wrote.
 """
 
 from __future__ import annotations

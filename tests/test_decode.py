@@ -416,3 +416,15 @@ def test_a_compiled_batch_that_shrinks(model):
     eager = generate(ending, PROMPTS[:2], depth=1, max_new_tokens=12, exact=False)
     assert len(set(map(len, eager.tokens))) == 2, "both end together"
     assert generate(ending, PROMPTS[:2], depth=1, max_new_tokens=12, compile=True).tokens == eager.tokens
+
+
+@pytest.mark.slow
+def test_compiled_passes_of_two_models_are_kept_apart(model, bundled):
+    """Same shapes, other arithmetic: what was compiled for one model or policy never serves another."""
+    rounded = load_model(bundled, **EXCLUSIONS["everything but mlp"])
+    found = []
+    for one, policy in ((model, "none"), (rounded, "none"), (model, "int8"), (model, "none")):
+        how = {"depth": 0, "max_new_tokens": 40, "quant_policy": policy}
+        found.append(generate(one, PROMPTS[1], **how, compile=True).tokens)
+        assert found[-1] == generate(one, PROMPTS[1], **how, exact=False).tokens
+    assert found[0] != found[1] and found[0] != found[2], "no difference to confuse"

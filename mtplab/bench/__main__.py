@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from mtplab.bench.products import ProductLine, products
+from mtplab.bench.products import KINDS, ProductLine, products
 from mtplab.bench.speed import Line, decoding, loading, prompts
 from mtplab.errors import MtplabError
 from mtplab.models import load_model
@@ -97,11 +97,10 @@ def decoding_table(lines: list[Line]) -> str:
 
 def products_table(lines: list[ProductLine]) -> str:
     """Milliseconds of all products of a pass, and how many have rows that depend on how many there are."""
-    out = ["rows   F.linear     packed   products whose rows differ from the same rows of 256: F.linear, packed"]
-    out += [
-        f"{x.rows:4}  {x.dense_ms:6.2f} ms  {x.packed_ms:6.2f} ms   {x.dense_differ:3}  {x.packed_differ:3}"
-        for x in lines
-    ]
+    out = ["rows" + "".join(f"{name:>14}" for name in KINDS) + "   products whose rows differ from those of 256"]
+    for x in lines:
+        times = "".join(f"{x.milliseconds[name]:11.2f} ms" for name in KINDS)
+        out.append(f"{x.rows:4}{times}   " + ", ".join(f"{name} {x.differ[name]}" for name in KINDS))
     return "\n".join(out)
 
 

@@ -110,23 +110,30 @@ def _tensors(path: Path, content: dict[str, Any], data_start: int, size: int) ->
         raise CheckpointError(f"{path}: a tensor's name holds half a surrogate pair; expected valid text.") from None
     found = [_tensor(path, name, entry, data_start) for name, entry in content.items()]
     found.sort(key=lambda info: (info.start, info.end))
-    expected, last = data_start, "the header"
+    expected, last = data_start, None
     for info in found:
-        where = f"{path}: tensor {shown(info.name)}"
         if info.start != expected:
             what = "overlaps" if info.start < expected else "leaves a hole after"
-            raise CheckpointError(f"{where} {what} {last}: its data starts at byte {info.start}, expected {expected}.")
+            raise CheckpointError(
+                f"{path}: tensor {shown(info.name)} {what} {_ended_by(last)}: its data starts at byte {info.start}, "
+                f"expected {expected}."
+            )
         if info.end > size:
             raise CheckpointError(
-                f"{where} needs bytes {info.start} to {info.end}, the file has {size}: truncated. Download it again."
+                f"{path}: tensor {shown(info.name)} needs bytes {info.start} to {info.end}, the file has {size}: "
+                "truncated. Download it again."
             )
-        expected, last = info.end, shown(info.name)
+        expected, last = info.end, info
     if expected != size:
         raise CheckpointError(
-            f"{path}: {size - expected} bytes after the last tensor ({last}) belong to none: expected the file to "
-            f"end at byte {expected}, it has {size}."
+            f"{path}: {size - expected} bytes after the last tensor ({_ended_by(last)}) belong to none: expected the "
+            f"file to end at byte {expected}, it has {size}."
         )
     return tuple(found)
+
+
+def _ended_by(last: TensorInfo | None) -> str:
+    return "the header" if last is None else shown(last.name)
 
 
 def _tensor(path: Path, name: str, entry: Any, data_start: int) -> TensorInfo:

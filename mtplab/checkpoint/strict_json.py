@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import stat
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -32,13 +33,15 @@ def open_regular(path: Path, what: str) -> tuple[int, int]:
 
     Raises CheckpointError, naming `what` the file was to be, where there is none or it is of another kind.
     """
+    # without waiting: a pipe that nobody writes to must not hold us up
+    flags = os.O_RDONLY | sum(getattr(os, name, 0) for name in ("O_NONBLOCK", "O_CLOEXEC", "O_BINARY"))
     try:
-        mode = os.stat(path).st_mode
-        if not stat.S_ISREG(mode):
-            kind = "a folder" if stat.S_ISDIR(mode) else "not a regular file (a pipe, socket or device)"
-            raise CheckpointError(f"{path}: expected {what}, found {kind}.")
-        fd = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0))
-        return fd, os.fstat(fd).st_size
+        fd = os.open(path, flags)
+        found = os.fstat(fd)
+        if stat.S_ISREG(found.st_mode):
+            return fd, found.st_size
+        os.close(fd)
+        raise CheckpointError(f"{path}: expected {what}, found {_kind(found.st_mode)}.")
     except FileNotFoundError:
         if os.path.islink(path):
             raise CheckpointError(
@@ -47,8 +50,15 @@ def open_regular(path: Path, what: str) -> tuple[int, int]:
             ) from None
         raise CheckpointError(f"{path}: expected {what}, found nothing: the file is missing.") from None
     except (OSError, ValueError) as error:
+        with suppress(OSError, ValueError):  # a socket cannot even be opened
+            if not stat.S_ISREG(mode := os.stat(path).st_mode):
+                raise CheckpointError(f"{path}: expected {what}, found {_kind(mode)}.") from None
         reason = getattr(error, "strerror", None) or error
         raise CheckpointError(f"{path}: expected {what}, but it cannot be read: {reason}.") from None
+
+
+def _kind(mode: int) -> str:
+    return "a folder" if stat.S_ISDIR(mode) else "not a regular file (a pipe, socket or device)"
 
 
 def load_object(data: bytes, where: str) -> dict[str, Any]:

@@ -6,9 +6,8 @@ scale is; nothing of formats or names.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from io import FileIO
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -64,11 +63,8 @@ def read_tensor(info: TensorInfo) -> torch.Tensor:
 
     Raises CheckpointError where the file has become shorter than its header says, or torch has no such dtype.
     """
-    dtype = _torch_dtype(info)
-    raw = _memory(info, info.nbytes, torch.uint8)
-    with _opened(info) as file:
-        _read_into(file, raw, info)
-    return raw.view(dtype).view(info.shape)
+    with _File(info.file) as file:
+        return file.tensor(info)
 
 
 def read_scaled(info: TensorInfo, scale_info: TensorInfo, block: tuple[int, int]) -> ScaledWeight:
@@ -76,7 +72,7 @@ def read_scaled(info: TensorInfo, scale_info: TensorInfo, block: tuple[int, int]
 
     Raises CheckpointError for a scale that is not finite and positive, and for codes that are NaN.
     """
-    scale = _checked_scale(scale_info)
+    scale = _checked(read_tensor(scale_info), scale_info)
     data = read_tensor(info)
     if has_nan_codes(data):
         bad = data.float().isnan()
@@ -93,16 +89,18 @@ def read_dequantized(info: TensorInfo, scale_info: TensorInfo, block: tuple[int,
     A band of codes stays in cache from the file to its values, which saves a third of the time for large weights.
     Raises CheckpointError as `read_scaled` does.
     """
-    scale = _checked_scale(scale_info)
     (n, k), bm = info.shape, block[0]
     blocks = max(1, _BAND_BYTES // max(1, bm * k))  # block rows in a band
     out = _memory(info, (n, k), torch.float32)
     band = torch.empty(min(n, blocks * bm) * k, dtype=torch.uint8)
-    with _opened(info) as file:
+    with _File(info.file) as file:
+        beside = scale_info.file == info.file  # as in most exports: a file is opened once for the pair
+        scale = _checked(file.tensor(scale_info) if beside else read_tensor(scale_info), scale_info)
+        file.seek_to(info)
         for start in range(0, n, blocks * bm):
             stop = min(n, start + blocks * bm)
             raw = band[: (stop - start) * k]
-            _read_into(file, raw, info)
+            file.fill(raw, info)
             codes = raw.view(_torch_dtype(info)).view(-1, k)
             if has_nan_codes(codes):
                 read_scaled(info, scale_info, block)  # raises, having counted all of them
@@ -110,9 +108,9 @@ def read_dequantized(info: TensorInfo, scale_info: TensorInfo, block: tuple[int,
     return out
 
 
-def _checked_scale(info: TensorInfo) -> torch.Tensor:
-    scale = read_tensor(info).float()
-    low, high = scale.aminmax() if scale.numel() else (1.0, 1.0)
+def _checked(scale: torch.Tensor, info: TensorInfo) -> torch.Tensor:
+    scale = scale.float()
+    low, high = map(float, scale.aminmax()) if scale.numel() else (1.0, 1.0)
     if not (low > 0 and high < float("inf")):  # a NaN makes both NaN
         bad = ~(scale.isfinite() & (scale > 0))
         at = bad.nonzero()[0].tolist()
@@ -145,29 +143,40 @@ def _memory(info: TensorInfo, shape: int | tuple[int, ...], dtype: torch.dtype) 
         ) from None
 
 
-@contextmanager
-def _opened(info: TensorInfo) -> Iterator[FileIO]:
-    """The tensor's file, at its first byte."""
-    fd, size = open_regular(info.file, "a safetensors file")
-    with open(fd, "rb", buffering=0) as file:
-        if size < info.end:
+class _File(FileIO):
+    """An open safetensors file, from which tensors are read where their headers say they lie."""
+
+    def __init__(self, path: Path):
+        descriptor, self.size = open_regular(path, "a safetensors file")
+        super().__init__(descriptor)
+
+    def tensor(self, info: TensorInfo) -> torch.Tensor:
+        """The tensor as stored."""
+        dtype = _torch_dtype(info)
+        raw = _memory(info, info.nbytes, torch.uint8)
+        self.seek_to(info)
+        self.fill(raw, info)
+        return raw.view(dtype).view(info.shape)
+
+    def seek_to(self, info: TensorInfo) -> None:
+        """Go to the tensor's first byte."""
+        if self.size < info.end:
             raise CheckpointError(
-                f"{_where(info)} needs bytes {info.start} to {info.end}, the file now has {size}: it changed or was "
-                "truncated."
+                f"{_where(info)} needs bytes {info.start} to {info.end}, the file now has {self.size}: it changed or "
+                "was truncated."
             )
-        file.seek(info.start)
-        yield file
+        self.seek(info.start)
 
-
-def _read_into(file: FileIO, raw: torch.Tensor, info: TensorInfo) -> None:
-    view, done = memoryview(raw.numpy()), 0
-    try:
-        while done < len(view):
-            got = file.readinto(view[done : done + _READ_AT_MOST])
-            if not got:
-                raise CheckpointError(
-                    f"{_where(info)}: expected {info.nbytes} bytes, the file ended before: truncated."
-                )
-            done += got
-    except OSError as error:
-        raise CheckpointError(f"{_where(info)} cannot be read: {error.strerror}.") from None
+    def fill(self, raw: torch.Tensor, info: TensorInfo) -> None:
+        """Fill `raw` uint8 [n] with the next n bytes, which are the tensor's."""
+        view, done = memoryview(raw.numpy()), 0
+        try:
+            while done < len(view):
+                got = self.readinto(view[done : done + _READ_AT_MOST])
+                if not got:
+                    raise CheckpointError(
+                        f"{_where(info)}: expected {info.nbytes} bytes, the file ended before: truncated."
+                    )
+                done += got
+        except OSError as error:
+            raise CheckpointError(f"{_where(info)} cannot be read: {error.strerror}.") from None

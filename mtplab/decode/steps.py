@@ -7,7 +7,10 @@ cache, so that a growing context does not compile again, and make no promise abo
 
 from __future__ import annotations
 
-from functools import cache
+import re
+from collections.abc import Callable
+from types import FunctionType
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -20,7 +23,7 @@ from mtplab.models.attend import KEY_BLOCK
 from mtplab.models.passes import PassMaker
 from mtplab.models.rows import pad_rows, round_up, row_count
 
-# one code object serves every depth, batch and bucket
+# one code object serves every depth, batch, cache policy and bucket
 _RECOMPILE_LIMIT = 128
 
 
@@ -47,11 +50,36 @@ def draft_step(target, head, passes: PassMaker, tokens, hidden, positions, at, l
     return out, normed[:b], target.logits(normed)[:b]
 
 
-@cache
-def _compiled(step):
-    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _RECOMPILE_LIMIT)
+# a model's compiled passes live as long as it does
+_compiled: WeakKeyDictionary[Model, tuple[Callable, Callable]] = WeakKeyDictionary()
+
+
+def _compiled_for(model: Model) -> tuple[Callable, Callable]:
+    """`verify_step` and `draft_step` compiled for this model alone."""
+    if model not in _compiled:
+        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _RECOMPILE_LIMIT)
+        for part in filter(None, (model.target, model.draft)):
+            for linear in part.linears():
+                linear.prepare_compiled()
+        _compiled[model] = _compile(verify_step), _compile(draft_step)
+    return _compiled[model]
+
+
+def _compile(step: Callable) -> Callable:
+    # torch.compile files what it compiles under the code object: a copy belongs to one model
+    own = FunctionType(step.__code__.replace(), step.__globals__, step.__name__)
     # a pass is some dozens of kernels of microseconds each: Python between them would cost as much again
-    return torch.compile(step, dynamic=False, options={"size_asserts": False, "cpp_wrapper": True})
+    options = {"size_asserts": False, "cpp_wrapper": True, "guard_filter_fn": _guards_of_a_call}
+    return torch.compile(own, dynamic=False, options=options)
+
+
+def _guards_of_a_call(guards) -> list[bool]:
+    """Which of torch.compile's conditions are checked at every call: those on a call's own arguments.
+
+    A model does not change once loaded, nor do classes and modules; some hundred checks of them would take as long as
+    a tenth of a pass (LOG.md).
+    """
+    return [re.match(r"(target|head)\b|G\b|type\(|dict\(", guard.name or "") is None for guard in guards]
 
 
 class Steps:
@@ -59,12 +87,7 @@ class Steps:
 
     def __init__(self, model: Model, passes: PassMaker, state: RunState, exact: bool, compiled: bool):
         self.model, self.passes, self.state, self.exact, self.compiled = model, passes, state, exact, compiled
-        if compiled:
-            for part in filter(None, (model.target, model.draft)):
-                for linear in part.linears():
-                    linear.prepare_compiled()
-        self._verify = _compiled(verify_step) if compiled else verify_step
-        self._draft = _compiled(draft_step) if compiled else draft_step
+        self._verify, self._draft = _compiled_for(model) if compiled else (verify_step, draft_step)
 
     def verify(self, tokens: Tensor, start: np.ndarray) -> tuple[Tensor, Tensor, Tensor]:
         """`verify_step` with sequence i's tokens at positions start[i], start[i] + 1, …"""

@@ -27,9 +27,12 @@ if TYPE_CHECKING:
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
-@dataclass
+@dataclass(eq=False)
 class Model:
-    """What `load_model` returns. `dtype` is computed in; `checkpoint_dtype` is what the files are written for."""
+    """What `load_model` returns, not to be changed: compiled passes rely on it.
+
+    `dtype` is computed in; `checkpoint_dtype` is what the files are written for.
+    """
 
     config: ModelConfig
     checkpoint: Checkpoint

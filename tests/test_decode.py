@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from mtplab import Cancelled, ConfigError, generate, load_model
+from mtplab.config import SamplingConfig, SpecConfig
 from mtplab.decode.runner import Run
 from mtplab.decode.stats import AcceptanceStats, RoundRecord
 from mtplab.models.cache import DeltaState
@@ -418,13 +419,27 @@ def test_a_compiled_batch_that_shrinks(model):
     assert generate(ending, PROMPTS[:2], depth=1, max_new_tokens=12, compile=True).tokens == eager.tokens
 
 
+def next_logits_after(model, policy: str, compiled: bool) -> torch.Tensor:
+    """Of one token after a prompt, from a run's own pass."""
+    run = Run(
+        model, [model.encode(PROMPTS[1])], SpecConfig(depth=0), SamplingConfig(max_new_tokens=40),
+        resolve_policy(policy), resolve_policy(policy), exact=False, compiled=compiled,
+    )  # fmt: skip
+    with torch.inference_mode():
+        run.prefill()
+        return run.steps.verify(torch.tensor([[300]]), run.lengths - 1)[2][0, 0]
+
+
 @pytest.mark.slow
 def test_compiled_passes_of_two_models_are_kept_apart(model, bundled):
     """Same shapes, other arithmetic: what was compiled for one model or policy never serves another."""
     rounded = load_model(bundled, **EXCLUSIONS["everything but mlp"])
-    found = []
-    for one, policy in ((model, "none"), (rounded, "none"), (model, "int8"), (model, "none")):
-        how = {"depth": 0, "max_new_tokens": 80, "temperature": 1.0, "quant_policy": policy}
-        found.append(generate(one, PROMPTS[1], **how, compile=True).tokens)
-        assert found[-1] == generate(one, PROMPTS[1], **how, exact=False).tokens
-    assert found[0] != found[1] and found[0] != found[2], "no difference to confuse"
+    settings = [(model, "none"), (rounded, "none"), (model, "int4"), (model, "none")]
+    eager = [next_logits_after(*setting, compiled=False) for setting in settings]
+    compiled = [next_logits_after(*setting, compiled=True) for setting in settings]
+
+    def apart(a, b):
+        return float((a - b).abs().max())
+
+    assert min(apart(eager[0], other) for other in eager[1:3]) > 0.05, "no difference to confuse"
+    assert [apart(*pair) for pair in zip(eager, compiled, strict=True)] == pytest.approx([0] * 4, abs=0.01)

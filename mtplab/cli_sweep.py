@@ -161,8 +161,8 @@ def sweep(
         say(f"{result.summary()}; {result.seconds:.1f} s; kept in {result.folder}")
     for finding in result.notes:
         note(finding)
-    findings = result.notes if exact else []
-    return 1 if result.failed or result.cancelled or findings else 0
+    faults = result.notes if result.exact else []
+    return 1 if result.failed or result.cancelled or faults else 0
 
 
 @contextmanager

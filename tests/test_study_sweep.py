@@ -252,6 +252,10 @@ def test_greedy_output_that_depends_on_depth_is_a_finding(checkpoint, tmp_path):
 
     result = run(checkpoint, tmp_path, generate=lossy, exclude=None, quant_policy="none")
     assert result.notes == ["as stored · none: greedy output differs between depths 0, 1, 3 | 2 (a fault)"]
+    assert result.exact
+    for inexact in ({"dtype": "bfloat16"}, {"device": "cuda"}, {"exact": False}):
+        tie = run(checkpoint, tmp_path, exclude=None, generate=lossy, quant_policy="none", **inexact)
+        assert "(near-ties may part the fast path" in tie.notes[0] and not tie.exact, inexact
     assert run(checkpoint, tmp_path, exclude="none").notes == []
     # sampled output may differ
     assert run(checkpoint, tmp_path, temperature=0.5, exclude=None).notes == []

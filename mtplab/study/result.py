@@ -33,8 +33,9 @@ _ALWAYS = ("exclusions", "quant_policy")
 class SweepResult:
     """Rows in the order of the grid, depths ascending within a point.
 
-    `computed` and `reused` count rows; `notes` are findings about the results themselves; `cancelled` says
-    that rows are missing because the sweep was stopped. `folder` holds the point files and rows.jsonl.
+    `computed` and `reused` count rows; `notes` are findings about the results themselves, and faults where arithmetic
+    was `exact`; `cancelled` says that rows are missing because the sweep was stopped. `folder` holds the point
+    files and rows.jsonl.
     """
 
     rows: list[ResultRow]
@@ -44,6 +45,7 @@ class SweepResult:
     cancelled: bool = False
     folder: Path | None = None
     notes: list[str] = field(default_factory=list)
+    exact: bool = True
 
     def __repr__(self) -> str:
         return f"SweepResult({len(self.rows)} rows, {self.summary()})"

@@ -153,7 +153,7 @@ def sweep(
         job.run_on(executor)
     with contextlib.suppress(ConfigError) if not job.computed else contextlib.nullcontext():
         store.export()  # a folder that can only be read is no obstacle to reading back
-    rows = job.rows()
+    rows, exact = job.rows(), all(unit.config.exact for unit in units)  # not where it was only asked for
     return SweepResult(
         rows=rows,
         computed=job.computed,
@@ -161,7 +161,8 @@ def sweep(
         seconds=time.monotonic() - started,
         cancelled=job.stopped,
         folder=store.folder,
-        notes=_notes(rows, all(unit.config.exact for unit in units)),
+        notes=_notes(rows, exact),
+        exact=exact,
     )
 
 

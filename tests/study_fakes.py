@@ -1,4 +1,4 @@
-"""A checkpoint, a model and a runner of a few lines each, so that the study is tested without running a model.
+"""A checkpoint, a model and a runner of a few lines each, so that the study is tested without torch.
 
 The fake runner is deterministic and follows the real one's rules: greedy output does not depend on the depth,
 draft j of slot t is right when (t + j) % 4 != 0, and what the budget cuts off is not accepted. Every load and
@@ -13,8 +13,6 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from pathlib import Path
 from types import SimpleNamespace
-
-from mtplab.decode import AcceptanceStats
 
 NAMES = ("model.layers.0.mlp.up_proj", "model.layers.0.mlp.down_proj", "lm_head", "mtp.fc")
 PARTS = {"lm_head": "head", "mtp.fc": "draft"}
@@ -91,6 +89,34 @@ def load_model(path, **settings):
     return FakeModel(path, **settings)
 
 
+@dataclass
+class FakeStats:
+    """What a row takes of `AcceptanceStats`, which cannot be imported without torch; every run here has rounds."""
+
+    rounds: int
+    drafted: int
+    accepted: int
+    emitted: int
+    at: list  # rounds that accepted drafts 1…j
+
+    def __add__(self, other):
+        mine, theirs = vars(self).values(), vars(other).values()
+        *counts, at = zip(mine, theirs, strict=True)
+        return FakeStats(*map(sum, counts), [sum(pair) for pair in zip(*at, strict=True)])
+
+    @property
+    def acceptance_length(self):
+        return self.emitted / self.rounds
+
+    @property
+    def per_position(self):
+        return [count / self.rounds for count in self.at]
+
+    @property
+    def conditional(self):
+        return [self.at[j] / ([self.rounds, *self.at][j]) for j in range(len(self.at))]
+
+
 class FakeCancelled(Exception):
     pass
 
@@ -115,9 +141,14 @@ def generate(model, prompts, depth, max_new_tokens, quant_policy, on_round=None,
             if on_round is not None:
                 on_round(SimpleNamespace(tokens_done=place, tokens_total=max_new_tokens, rounds=rounds))
         outputs.append(tokens)
-        stats.append(AcceptanceStats(depth, rounds, rounds * depth, accepted, max_new_tokens - 1, tuple(per_pos)))
+        stats.append(FakeStats(rounds, rounds * depth, accepted, max_new_tokens - 1, per_pos))
     return SimpleNamespace(
-        tokens=outputs, per_prompt=stats, decode_seconds=0.25, tokens_per_second=180.0, memory={"state_bytes": 4096}
+        tokens=outputs,
+        per_prompt=stats,
+        decode_seconds=0.25,
+        tokens_per_second=180.0,
+        memory={"state_bytes": 4096},
+        settings={"threads": 1},
     )
 
 

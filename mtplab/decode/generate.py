@@ -6,6 +6,7 @@ Knows nothing of rounds, caches or how a token is chosen.
 
 from __future__ import annotations
 
+import math
 import operator
 import threading
 import time
@@ -17,6 +18,7 @@ from mtplab.config import SamplingConfig, SpecConfig
 from mtplab.decode.runner import Run
 from mtplab.decode.state import memory_account
 from mtplab.decode.stats import Generation, Progress
+from mtplab.decode.threads import running_with, thread_count
 from mtplab.errors import ConfigError
 from mtplab.models import Model
 from mtplab.quant.policy import QuantPolicy, resolve_policy
@@ -43,6 +45,7 @@ def generate(
     compile: bool = False,
     ignore_eos: bool = False,
     max_batch: int = 64,
+    threads: int | None = None,
     on_round: Callable[[Progress], None] | None = None,
     cancel: threading.Event | None = None,
 ) -> Generation:
@@ -62,6 +65,7 @@ def generate(
         compile: run the passes through torch.compile: faster at batch 1, after some seconds for each new depth, batch
             or 256 tokens of context; never exact.
         max_batch: prompts decoded at once.
+        threads: of the CPU; None means one for a small model, else torch's setting (`threads.thread_count` says why).
         on_round: called after every batched round; cancel: an event that ends the run with Cancelled.
 
     Returns a Generation. Raises ConfigError for settings and prompts that cannot be run.
@@ -110,10 +114,11 @@ def generate(
             f"max_position_embeddings of {model.config.max_position}; shorten it or lower max_new_tokens"
         )
 
+    threads = thread_count(threads, sum(math.prod(module.shape) for module in model.plan.modules), model.device)
     called = time.perf_counter()
     tokens, records, prefill_seconds, decode_seconds = [], [], 0.0, 0.0
     total, rounds_before = len(ids) * max_new_tokens, 0
-    with torch.inference_mode():
+    with torch.inference_mode(), running_with(threads):
         for first in range(0, len(ids), max_batch):
             batch = ids[first : first + max_batch]
             run = Run(model, batch, spec, sampling, policy, draft_policy, exact, first, compile)
@@ -147,6 +152,7 @@ def generate(
             "sampling": sampling.model_dump(),
             "quant_policy": policy.name,
             "exact": exact,
+            "threads": threads,
         },
     )
 

@@ -1,0 +1,48 @@
+"""How many CPU threads a run uses.
+
+A pass over a small model is some hundred parallel regions of microseconds. Two threads gain at most a quarter there,
+and on a machine that is doing something else too they lose a hundredfold: OpenMP's threads spin at every barrier while
+the one they wait for is not running (LOG.md). Knows nothing of what is run.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from mtplab.errors import ConfigError
+
+# float32 bytes of weights that a pass reads
+SMALL_WEIGHTS = 64 << 20
+
+
+def thread_count(asked: int | None, weights: int, device: torch.device) -> int:
+    """`asked`, or where it is None: one for a small model on a CPU, torch's own setting for any other.
+
+    `weights` is how many a pass reads. OMP_NUM_THREADS in the environment is taken for the user's word on it. Raises
+    ConfigError for a number below 1.
+    """
+    if asked is not None:
+        if not isinstance(asked, int) or isinstance(asked, bool) or asked < 1:
+            raise ConfigError(f"threads is {asked!r}; expected None or a whole number of at least 1")
+        return asked
+    if device.type == "cpu" and 4 * weights < SMALL_WEIGHTS and "OMP_NUM_THREADS" not in os.environ:
+        return 1
+    return torch.get_num_threads()
+
+
+@contextmanager
+def running_with(threads: int) -> Iterator[None]:
+    """Set the number of threads that torch uses from this thread, and set it back."""
+    before = torch.get_num_threads()
+    if threads == before:
+        yield
+        return
+    torch.set_num_threads(threads)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

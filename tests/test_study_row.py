@@ -12,6 +12,7 @@ from pydantic import ValidationError
 from mtplab.decode import AcceptanceStats
 from mtplab.errors import ConfigError
 from mtplab.study import DomainStats, ResultRow
+from mtplab.study.row import counts_of
 
 SETTINGS = {
     "point": "ab" * 32,
@@ -34,17 +35,19 @@ SETTINGS = {
 }
 
 
+STATS = AcceptanceStats(2, rounds=10, drafted=20, accepted=12, emitted=22, accepted_per_position=(8, 4))
+
+
 def a_row(**changes) -> ResultRow:
-    stats = AcceptanceStats(2, rounds=10, drafted=20, accepted=12, emitted=22, accepted_per_position=(8, 4))
-    numbers = {**dict(DomainStats.of(stats)), "conditional": stats.conditional}
+    numbers = {**counts_of(STATS), "conditional": STATS.conditional}
     return ResultRow(**{**SETTINGS, **numbers, **changes})
 
 
 def test_a_row_without_rounds_has_no_shares():
     """Nothing to divide by: null in JSON, never 0, in the row and in its domains."""
     none = AcceptanceStats(2, 0, 0, 0, 0, (0, 0))
-    part = DomainStats.of(none)
-    row = a_row(**dict(part), conditional=none.conditional, by_domain={"given": part})
+    part = DomainStats.of([none])
+    row = a_row(**counts_of(none), conditional=none.conditional, by_domain={"given": part})
     assert ResultRow.from_json(row.to_json()) == row
     written = json.loads(row.to_json())
     for found in (written, written["by_domain"]["given"]):
@@ -117,3 +120,22 @@ def test_labels_are_all_that_relabelling_changes():
     assert row.relabelled(exclude_label="x").model_dump() == {**row.model_dump(), "exclude_label": "x"}
     with pytest.raises(AssertionError):
         row.relabelled(depth=1)
+
+
+def test_counts_of_each_prompt_stand_in_their_domain():
+    parts = [AcceptanceStats(2, r, 2 * r, a, r + a, (a, 0)) for r, a in ((10, 4), (3, 2))]
+    found = DomainStats.of(parts)
+    assert (found.prompt_rounds, found.prompt_tokens, found.prompt_accepted) == ([10, 3], [14, 5], [4, 2])
+    assert (found.rounds, found.tokens, found.accepted) == (13, 19, 6)
+    written = json.loads(a_row(by_domain={"given": found}).to_json())
+    assert ResultRow.from_json(json.dumps(written)).by_domain["given"] == found
+    for name, wrong in (("prompt_rounds", [10, 4]), ("prompt_tokens", [19]), ("prompt_accepted", [])):
+        changed = {**written["by_domain"]["given"], name: wrong}
+        with pytest.raises(ConfigError, match=f"{name} has {len(wrong)} counts"):
+            ResultRow.from_json(json.dumps({**written, "by_domain": {"given": changed}}))
+
+
+def test_a_row_from_before_prompts_were_counted_still_reads():
+    part = {key: value for key, value in dict(DomainStats.of([STATS])).items() if not key.startswith("prompt_")}
+    row = ResultRow.from_json(json.dumps({**json.loads(a_row().to_json()), "by_domain": {"given": part}}))
+    assert row.by_domain["given"].prompt_rounds == []

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from mtplab.study import provenance
 from mtplab.study.point import PointConfig, canonical_json
-from mtplab.study.row import DomainStats, ResultRow
+from mtplab.study.row import DomainStats, ResultRow, counts_of
 
 if TYPE_CHECKING:
     from mtplab.decode import AcceptanceStats
@@ -67,7 +67,7 @@ def produce(
     stats = reduce(operator.add, generation.per_prompt)
     return ResultRow(
         **_settings(config, depth, labels),
-        **dict(DomainStats.of(stats)),
+        **counts_of(stats),
         conditional=stats.conditional,
         by_domain=_by_domain(config.domains, generation.per_prompt),
         **_bytes(model, config, generation),
@@ -75,7 +75,8 @@ def produce(
         seconds=generation.decode_seconds,
         tokens_per_second=generation.tokens_per_second,
         output_hash=hashlib.sha256(canonical_json([list(t) for t in generation.tokens]).encode()).hexdigest(),
-        provenance=provenance.collect(str(getattr(model, "device", config.device)), config.settings()),
+        provenance=provenance.collect(str(getattr(model, "device", config.device)), config.settings())
+        | {"threads": generation.settings["threads"]},
     )
 
 
@@ -110,7 +111,7 @@ def _by_domain(domains: Sequence[str], per_prompt: Sequence[AcceptanceStats]) ->
     groups: dict[str, list[AcceptanceStats]] = {}
     for domain, stats in zip(domains, per_prompt, strict=True):
         groups.setdefault(domain, []).append(stats)
-    return {domain: DomainStats.of(reduce(operator.add, parts)) for domain, parts in groups.items()}
+    return {domain: DomainStats.of(parts) for domain, parts in groups.items()}
 
 
 def _bytes(model: Any, config: PointConfig, generation: Any) -> dict[str, Any]:

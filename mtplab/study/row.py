@@ -7,6 +7,9 @@ versioned; writing it as JSON and reading that back gives an equal row, floats t
 from __future__ import annotations
 
 import math
+import operator
+from collections.abc import Sequence
+from functools import reduce
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -16,7 +19,7 @@ from mtplab.errors import ConfigError
 if TYPE_CHECKING:
     from mtplab.decode import AcceptanceStats
 
-__all__ = ["ROW_SCHEMA", "DomainStats", "ResultRow"]
+__all__ = ["ROW_SCHEMA", "DomainStats", "ResultRow", "counts_of"]
 
 ROW_SCHEMA = 1
 
@@ -30,7 +33,11 @@ class _Frozen(BaseModel):
 
 
 class DomainStats(_Frozen):
-    """Acceptance over the prompts of one domain; fields as in `ResultRow`."""
+    """Acceptance over the prompts of one domain; fields as in `ResultRow`.
+
+    `prompt_rounds`, `prompt_tokens` and `prompt_accepted` hold one count per prompt, in the order they were given:
+    what an interval over prompts needs. Empty in rows written before there were any.
+    """
 
     tokens: Count
     rounds: Count
@@ -38,22 +45,41 @@ class DomainStats(_Frozen):
     accepted: Count
     acceptance_length: float | None
     per_position: list[Share | None]
+    prompt_rounds: list[Count] = Field(default_factory=list)
+    prompt_tokens: list[Count] = Field(default_factory=list)
+    prompt_accepted: list[Count] = Field(default_factory=list)
 
     @classmethod
-    def of(cls, stats: AcceptanceStats) -> DomainStats:
+    def of(cls, per_prompt: Sequence[AcceptanceStats]) -> DomainStats:
+        """The counts of these prompts, at least one, all at one depth."""
         return cls(
-            tokens=stats.emitted,
-            rounds=stats.rounds,
-            drafted=stats.drafted,
-            accepted=stats.accepted,
-            acceptance_length=stats.acceptance_length,
-            per_position=stats.per_position,
+            **counts_of(reduce(operator.add, per_prompt)),
+            prompt_rounds=[stats.rounds for stats in per_prompt],
+            prompt_tokens=[stats.emitted for stats in per_prompt],
+            prompt_accepted=[stats.accepted for stats in per_prompt],
         )
 
     @model_validator(mode="after")
     def _consistent(self) -> DomainStats:
         _check_shares(self)
+        prompts = len(self.prompt_rounds)
+        for name, total in (("rounds", self.rounds), ("tokens", self.tokens), ("accepted", self.accepted)):
+            each = getattr(self, f"prompt_{name}")
+            if len(each) != prompts or (each and not math.isclose(sum(each), total, rel_tol=1e-9)):
+                raise ValueError(f"prompt_{name} has {len(each)} counts, {sum(each)} in all; expected {total} {name}")
         return self
+
+
+def counts_of(stats: AcceptanceStats) -> dict[str, Any]:
+    """Counts, length and shares under the names a row and its domains have for them."""
+    return {
+        "tokens": stats.emitted,
+        "rounds": stats.rounds,
+        "drafted": stats.drafted,
+        "accepted": stats.accepted,
+        "acceptance_length": stats.acceptance_length,
+        "per_position": stats.per_position,
+    }
 
 
 class ResultRow(_Frozen):

@@ -20,7 +20,6 @@ import study_fakes as fakes
 from mtplab.config import EngineConfig, SpecConfig
 from mtplab.errors import ConfigError, MtplabError
 from mtplab.study import Prompt, ResultRow, read_rows, sweep
-from mtplab.study.progress import Estimator, duration
 
 PROMPTS = [[1, 2, 3], [4, 5], [6]]
 
@@ -228,19 +227,6 @@ def test_progress_counts_up_and_estimates_from_what_was_measured(checkpoint, tmp
     assert told[0].remaining is None  # nothing has been measured yet
     assert all(p.remaining is not None for p in told if p.done)
     assert all(0 <= p.fraction <= 1 for p in told)
-
-
-def test_estimator_by_hand():
-    estimate = Estimator()
-    assert estimate.remaining([1, 2]) is None
-    estimate.row_took(1, 2.0)
-    estimate.row_took(1, 4.0)
-    estimate.row_took(5, 10.0)
-    estimate.load_took(1.5)
-    # depth 2 is nearest to 1, depth 7 to 5; half of the first row is done
-    assert estimate.remaining([2, 7], loads=2, spent=1.5) == 3.0 - 1.5 + 10.0 + 3.0
-    assert estimate.remaining([], 0) == 0.0
-    assert [duration(s) for s in (7.6, 200, 7500)] == ["8 s", "3 min 20 s", "2 h 05 min"]
 
 
 def test_greedy_output_that_depends_on_depth_is_a_finding(checkpoint, tmp_path):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -179,8 +181,31 @@ def test_unknown_architecture_is_named(bundled):
 )
 def test_config_faults_are_named(bundled, key, value, said):
     config = {**load_model(bundled).checkpoint.config, key: value}
-    with pytest.raises(CheckpointError, match=said):
-        parse_config(config)
+    with pytest.raises(CheckpointError, match=said) as caught:
+        parse_config(config, file="folder/config.json")
+    assert str(caught.value).startswith("folder/config.json: ")
+
+
+def test_config_faults_name_the_file(tmp_path):
+    write_tiny(tmp_path, hidden_act="gelu")
+    with pytest.raises(CheckpointError, match="hidden_act is 'gelu'") as caught:
+        load_model(tmp_path)
+    assert str(caught.value).startswith(f"{tmp_path / 'config.json'}: ")
+    write_tiny(tmp_path)
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": -1}')
+    with pytest.raises(CheckpointError) as caught:
+        load_model(tmp_path)
+    assert str(caught.value).startswith(f"{tmp_path / 'generation_config.json'}: eos_token_id is -1")
+
+
+def test_a_head_that_is_promised_and_missing_says_what_to_do(tmp_path):
+    write_tiny(tmp_path, mtp_num_hidden_layers=0)
+    assert generate(load_model(tmp_path), [[1, 2]], depth=0, max_new_tokens=3).tokens
+    config = json.loads((tmp_path / "config.json").read_text()) | {"mtp_num_hidden_layers": 1}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match="mtp_num_hidden_layers is 1, but no tensor.*Set it to 0") as caught:
+        load_model(tmp_path)
+    assert str(caught.value).startswith(f"{tmp_path / 'config.json'}: ")
 
 
 JSON = st.recursive(

@@ -10,10 +10,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from mtplab.checkpoint.config_json import stored_dtype
+from mtplab.config import DTYPES
 from mtplab.errors import CheckpointError
 
 MODEL_TYPES = ("qwen3_5_text", "qwen3_5")
-DTYPES = ("bfloat16", "float16", "float32")
 # settings that would change the arithmetic, and the only value it is written for
 _REFUSED = {"attn_output_gate": True, "mtp_use_dedicated_embeddings": False}
 
@@ -62,79 +63,83 @@ class ModelConfig:
 
 
 def parse_config(
-    config: dict[str, Any], eos_override: Any = None, eos_file: str = "generation_config.json"
+    config: dict[str, Any],
+    eos_override: Any = None,
+    eos_file: object = "generation_config.json",
+    file: object = "config.json",
 ) -> ModelConfig:
     """Read a model's sizes from its parsed config.json.
 
     `eos_override` is `eos_token_id` of generation_config.json (an id, a list of ids or None), which wins over the
-    model's own. Raises CheckpointError naming the key, what it holds and what was expected.
+    model's own; `eos_file` and `file` are what messages call the two files. Raises CheckpointError naming file and key,
+    what it holds and what was expected.
     """
     text = config.get("text_config") if isinstance(config.get("text_config"), dict) else config
     model_type = text.get("model_type", config.get("model_type"))
     if not isinstance(model_type, str) or model_type not in MODEL_TYPES:
         raise CheckpointError(
-            f"config.json: model_type is {model_type!r:.60}; mtplab runs {' and '.join(MODEL_TYPES)}. "
+            f"{file}: model_type is {model_type!r:.60}; mtplab runs {' and '.join(MODEL_TYPES)}. "
             "The checkpoint can still be opened and planned with mtplab.open_checkpoint()."
         )
 
-    number = partial(_number, text)
+    number = partial(_number, file, text)
     layers = number("num_hidden_layers", top=10_000)
     if text.get("layer_types") is None:
         interval = number("full_attention_interval", 4)
         kinds = ["linear_attention" if (i + 1) % interval else "full_attention" for i in range(layers)]
     else:
-        kinds = _expect(text, "layer_types", list)
+        kinds = _expect(file, text, "layer_types", list)
     known = ("linear_attention", "full_attention")
     if len(kinds) != layers or any(kind not in known for kind in kinds):
         raise CheckpointError(
-            f"config.json: layer_types has {len(kinds)} entries, {sorted({str(k)[:40] for k in kinds})}; "
+            f"{file}: layer_types has {len(kinds)} entries, {sorted({str(k)[:40] for k in kinds})}; "
             f"expected {layers} entries (num_hidden_layers), each {' or '.join(known)}"
         )
     if text.get("attention_bias"):
-        raise CheckpointError("config.json: attention_bias is true; Qwen3.5 has no attention biases, found a variant")
+        raise CheckpointError(f"{file}: attention_bias is true; Qwen3.5 has no attention biases, found a variant")
     if text.get("hidden_act", "silu") != "silu":
-        raise CheckpointError(f"config.json: hidden_act is {text['hidden_act']!r:.60}; expected 'silu'")
+        raise CheckpointError(f"{file}: hidden_act is {text['hidden_act']!r:.60}; expected 'silu'")
     mtp_layers = text.get("mtp_num_hidden_layers") or 0
     if mtp_layers not in (0, 1) or not isinstance(mtp_layers, int):
         raise CheckpointError(
-            f"config.json: mtp_num_hidden_layers is {mtp_layers!r:.60}; expected 0 or 1 (a Qwen3.5 head)"
+            f"{file}: mtp_num_hidden_layers is {mtp_layers!r:.60}; expected 0 or 1 (a Qwen3.5 head)"
         )
 
     rope_key = "rope_parameters" if text.get("rope_parameters") is not None else "rope_scaling"
-    rope = _expect(text, rope_key, dict) if text.get(rope_key) is not None else {}
+    rope = _expect(file, text, rope_key, dict) if text.get(rope_key) is not None else {}
     if rope.get("rope_type", "default") != "default":
-        raise CheckpointError(f"config.json: rope_type is {rope['rope_type']!r:.60}; expected 'default'")
+        raise CheckpointError(f"{file}: rope_type is {rope['rope_type']!r:.60}; expected 'default'")
     rope = {key: text[key] for key in ("partial_rotary_factor", "rope_theta") if key in text} | rope
     heads, hidden = number("num_attention_heads"), number("hidden_size")
     head_dim = number("head_dim", hidden // heads)
-    rotary_dim = int(head_dim * _number(rope, "partial_rotary_factor", 0.25, float, top=1))
+    rotary_dim = int(head_dim * _number(file, rope, "partial_rotary_factor", 0.25, float, top=1))
     if rotary_dim % 2 or rotary_dim == 0:
         raise CheckpointError(
-            f"config.json: partial_rotary_factor turns {rotary_dim} of {head_dim} features; expected an even number"
+            f"{file}: partial_rotary_factor turns {rotary_dim} of {head_dim} features; expected an even number"
         )
     kv_heads = number("num_key_value_heads", heads)
     k_heads, v_heads = number("linear_num_key_heads"), number("linear_num_value_heads")
     for name, many, few in (("num_attention_heads", heads, kv_heads), ("linear_num_value_heads", v_heads, k_heads)):
         if many % few:
-            raise CheckpointError(f"config.json: {name} is {many}; expected a multiple of {few}, its key heads")
+            raise CheckpointError(f"{file}: {name} is {many}; expected a multiple of {few}, its key heads")
 
     eos = eos_override if eos_override is not None else text.get("eos_token_id", config.get("eos_token_id"))
     eos_ids = () if eos is None else tuple(eos) if isinstance(eos, list) else (eos,)
     vocabulary = number("vocab_size")
     if not all(isinstance(i, int) and not isinstance(i, bool) and 0 <= i < vocabulary for i in eos_ids):
-        where = "config.json" if eos_override is None else eos_file
         raise CheckpointError(
-            f"{where}: eos_token_id is {eos!r:.60}; expected an id from 0 to {vocabulary - 1}, or a list of ids"
+            f"{file if eos_override is None else eos_file}: eos_token_id is {eos!r:.60}; "
+            f"expected an id from 0 to {vocabulary - 1}, or a list of ids"
         )
-    dtype = text.get("dtype") or text.get("torch_dtype") or config.get("dtype") or DTYPES[0]
+    dtype = stored_dtype(config)
     if dtype not in DTYPES:
-        raise CheckpointError(f"config.json: dtype is {dtype!r:.60}; expected one of {', '.join(DTYPES)}")
+        raise CheckpointError(f"{file}: dtype is {dtype!r:.60}; expected one of {', '.join(DTYPES)}")
     for key, wanted in _REFUSED.items():
         if text.get(key, wanted) is not wanted:
-            raise CheckpointError(f"config.json: {key} is {text[key]!r:.60}; expected {wanted}: a variant mtplab lacks")
+            raise CheckpointError(f"{file}: {key} is {text[key]!r:.60}; expected {wanted}: a variant mtplab lacks")
     tied = text.get("tie_word_embeddings", config.get("tie_word_embeddings", False))
     if not isinstance(tied, bool):
-        raise CheckpointError(f"config.json: tie_word_embeddings is {tied!r:.60}; expected true or false")
+        raise CheckpointError(f"{file}: tie_word_embeddings is {tied!r:.60}; expected true or false")
     return ModelConfig(
         model_type=model_type,
         vocab_size=vocabulary,
@@ -145,7 +150,7 @@ def parse_config(
         num_kv_heads=kv_heads,
         head_dim=head_dim,
         rotary_dim=rotary_dim,
-        rope_theta=_number(rope, "rope_theta", 10000.0, float),
+        rope_theta=_number(file, rope, "rope_theta", 10000.0, float),
         rms_norm_eps=number("rms_norm_eps", 1e-6, float),
         layer_types=tuple(kinds),
         conv_kernel=number("linear_conv_kernel_dim", 4),
@@ -161,18 +166,20 @@ def parse_config(
     )
 
 
-def _number(found: dict, key: str, default: float | None = None, kind: type = int, top: float = 2**40) -> Any:
+def _number(
+    file: object, found: dict, key: str, default: float | None = None, kind: type = int, top: float = 2**40
+) -> Any:
     """A positive number of this kind, at most `top`."""
     value = found.get(key, default)
     wanted = (int, float) if kind is float else int
     if isinstance(value, bool) or not isinstance(value, wanted) or not 0 < value <= top:
         said = "is missing" if value is None else f"is {value!r:.60}"
-        raise CheckpointError(f"config.json: {key} {said}; expected a positive {kind.__name__} of at most {top:g}")
+        raise CheckpointError(f"{file}: {key} {said}; expected a positive {kind.__name__} of at most {top:g}")
     return kind(value)
 
 
-def _expect(found: dict, key: str, kind: type) -> Any:
+def _expect(file: object, found: dict, key: str, kind: type) -> Any:
     """A value of this JSON kind."""
     if not isinstance(found[key], kind):
-        raise CheckpointError(f"config.json: {key} is {found[key]!r:.60}; expected a JSON {kind.__name__}")
+        raise CheckpointError(f"{file}: {key} is {found[key]!r:.60}; expected a JSON {kind.__name__}")
     return found[key]

@@ -160,7 +160,7 @@ def load_configured(path: str | Path | Checkpoint, engine: EngineConfig, spec: S
     checkpoint = path if isinstance(path, Checkpoint) else open_checkpoint(path)
     _check_exclusions(checkpoint, engine, spec)
     plan = checkpoint.plan(**_plan_arguments(engine, spec))
-    config = parse_config(checkpoint.config, *_eos_override(checkpoint))
+    config = parse_config(checkpoint.config, *_eos_override(checkpoint), checkpoint.files.folder / "config.json")
     where, stored = _device(engine.device), _dtype(config.dtype)
     compute = _dtype(engine.dtype) if engine.dtype else (torch.float32 if where.type == "cpu" else stored)
     parameters = Parameters(checkpoint, plan, compute, where, engine.activation_rounding)
@@ -206,12 +206,12 @@ def _plan_arguments(engine: EngineConfig, spec: SpecConfig) -> dict:
     }
 
 
-def _eos_override(checkpoint: Checkpoint) -> tuple[Any, str]:
+def _eos_override(checkpoint: Checkpoint) -> tuple[Any, Path]:
     """(eos_token_id of generation_config.json, which wins over config.json's, or None; the file it is from)."""
     file = checkpoint.path / "generation_config.json"
     if not file.exists():
-        return None, file.name
-    return read_json_object(file, "the generation settings").get("eos_token_id"), file.name
+        return None, file
+    return read_json_object(file, "the generation settings").get("eos_token_id"), file
 
 
 def _device(device: str | torch.device) -> torch.device:

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mtplab.errors import CheckpointError
 from mtplab.models.cache import DeltaState, KVCache
 from mtplab.models.config import ModelConfig
 from mtplab.models.layers import MLP, Attention, GatedDelta
@@ -119,6 +120,12 @@ def build_head(config: ModelConfig, p: Parameters) -> Head | None:
     c = config
     if c.mtp_layers == 0:
         return None
+    if not any(name.startswith("mtp.") for name in p.checkpoint.tensors):
+        raise CheckpointError(
+            f"{p.checkpoint.files.folder / 'config.json'}: mtp_num_hidden_layers is {c.mtp_layers}, but no tensor is "
+            "named mtp.*: there is no head to load. Set it to 0 to run the model without one (depth 0), or take a "
+            "checkpoint that has its head."
+        )
     return Head(
         c,
         _norm(c, p, "mtp.pre_fc_norm_embedding.weight"),

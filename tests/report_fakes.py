@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import random
 import threading
 from types import SimpleNamespace
 
@@ -27,6 +28,8 @@ def row(depth=2, policy="none", exclude="published", temperature=0.0, rounds=200
         "per_position": [count / rounds for count in accepted_at],
     }
     before = [rounds, *accepted_at]
+    half = {**part, **_by_prompt(part, f"{policy} {exclude}")}
+    python = {key: value * 0.9 if key in _TENTH_LESS else value for key, value in part.items()}
     fields = {
         "schema": 1,
         "point": f"{exclude}-{policy}-{temperature}",
@@ -48,7 +51,7 @@ def row(depth=2, policy="none", exclude="published", temperature=0.0, rounds=200
         "max_new_tokens": 32,
         **part,
         "conditional": [now / then if then else None for then, now in itertools.pairwise(before)],
-        "by_domain": {"letters": part, "python": {**part, **{key: part[key] * 0.9 for key in _TENTH_LESS}}},
+        "by_domain": {"letters": half, "python": {**python, **_by_prompt(python, f"{policy} {exclude} python")}},
         "target_weight_bytes": 2_600_000 if exclude != "*" else 5_200_000,
         "draft_weight_bytes": 880_000,
         "kv_bytes_per_token": {"none": 256, "int8": 136, "int4": 72}.get(policy, 128),
@@ -59,6 +62,17 @@ def row(depth=2, policy="none", exclude="published", temperature=0.0, rounds=200
         "provenance": {"versions": {"torch": "2.13"}, "config": {"seed": 0, "quant_policy": policy}},
     }
     return ResultRow.model_validate({**fields, **changes})
+
+
+def _by_prompt(part, name, prompts=8):
+    """The counts spread over prompts that differ, by the less the more rounds there are."""
+    draw = random.Random(name)
+    width = 2 / part["rounds"] ** 0.5 if part["accepted"] else 0
+    shares = [1 + draw.uniform(-width, width) for _ in range(prompts)]
+    rounds = [part["rounds"] / prompts] * prompts
+    tokens = [part["tokens"] * share / sum(shares) for share in shares]
+    accepted = [part["accepted"] / prompts] * prompts
+    return {"prompt_rounds": rounds, "prompt_tokens": tokens, "prompt_accepted": accepted}
 
 
 def rows(depths=range(5), policies=("none", "int8", "int4"), excludes=("published", "*"), temperatures=(0.0,)):

@@ -12,9 +12,17 @@ from matplotlib.figure import Figure
 from PIL import Image
 
 from mtplab.errors import ConfigError
-from mtplab.report import Picture, acceptance_by_depth, acceptance_by_position, bytes_by_part, checkpoint_map
+from mtplab.report import (
+    Picture,
+    acceptance_by_depth,
+    acceptance_by_position,
+    break_even,
+    bytes_by_part,
+    checkpoint_map,
+)
 from mtplab.report.palette import DTYPE_COLOURS, DTYPE_INK, POLICY_COLOURS, SERIES, policy_colours
 from mtplab.report.rows import as_records, group_series
+from mtplab.study.interval import length_error
 from tests.report_fakes import module, plan, row, rows
 
 
@@ -36,16 +44,18 @@ def test_one_line_per_policy_and_exclusion_set():
     axes = axes_of(acceptance_by_depth(study))[0]
     lines = lines_of(axes)
     assert len(lines) == 4
-    assert {colour for colour, *_ in lines} == {POLICY_COLOURS["none"], POLICY_COLOURS["int8"]}
+    assert {colour for colour, *_ in lines} == {POLICY_COLOURS["unquantised"], POLICY_COLOURS["int8"]}
     expected = [r.acceptance_length for r in study if r.quant_policy == "int8" and r.exclude_label == "*"]
     assert any(np.allclose(y, expected) for *_, y in lines)
 
 
 def test_points_lie_at_their_depth_within_the_shift_that_sets_equal_ones_apart():
-    axes = axes_of(acceptance_by_depth(rows(policies=tuple(POLICY_COLOURS))))[0]
+    policies = ("none", "int8", "int4", "fp8_e4m3", "fp8_e5m2")
+    axes = axes_of(acceptance_by_depth(rows(policies=policies)))[0]
     for _, _, x, _ in lines_of(axes):
         assert np.all(np.abs(np.array(x) - np.arange(5)) < 0.2)
-    shifts = {round(x[0], 6) for _, _, x, _ in lines_of(axes)}
+        assert x[0] == 0, "plain decoding is the same in every setting"
+    shifts = {round(x[1], 6) for _, _, x, _ in lines_of(axes)}
     assert len(shifts) == 10, "no two lines lie exactly on each other"
 
 
@@ -96,7 +106,74 @@ def test_no_rows_and_failed_rows_say_so(draw):
 
 def test_alt_text_carries_the_numbers():
     alt = acceptance_by_depth([row(depth=d) for d in (0, 3)]).alt
-    assert f"{row(depth=3).acceptance_length:.2f} at depth 3" in alt
+    there = row(depth=3)
+    assert f"{there.acceptance_length:.2f} ± {length_error(there):.2f} at depth 3" in alt
+
+
+def test_bars_are_the_intervals_of_the_rows():
+    study = rows(depths=(0, 2, 4), policies=("none", "int8"), excludes=("published",))
+    axes = axes_of(acceptance_by_depth(study))[0]
+    bars = [segment for each in axes.collections for segment in each.get_segments()]
+    drafted = [r for r in study if r.depth]
+    assert len(bars) == len(drafted), "none at depth 0, where nothing is drawn by chance"
+    for (_, low), (_, high) in bars:
+        assert any(
+            np.allclose([low, high], [r.acceptance_length - length_error(r), r.acceptance_length + length_error(r)])
+            for r in drafted
+        )
+
+
+def test_figures_of_one_study_have_titles_of_their_own():
+    study = rows(excludes=("published", "*", "none"))
+    by_cache = [r for r in study if r.exclude_label == "published"]
+    by_exclusions = [r for r in study if r.quant_policy == "none"]
+    titles = [axes_of(acceptance_by_depth(found))[0].get_title(loc="left") for found in (by_cache, by_exclusions)]
+    assert "exclusions: published" in titles[0] and "KV cache: unquantised" in titles[1]
+    assert len(set(titles)) == 2
+
+
+def test_colour_says_the_cache_and_marker_and_dash_the_exclusions():
+    study = rows(policies=("none", "int8"), excludes=("published", "*"))
+    lines = [line for line in axes_of(acceptance_by_depth(study))[0].get_lines() if len(line.get_xdata())]
+    looks = [(line.get_color(), line.get_marker(), line.get_linestyle()) for line in lines]
+    colours, markers, dashes = (list(each) for each in zip(*looks, strict=True))
+    assert colours == [POLICY_COLOURS["unquantised"], POLICY_COLOURS["int8"]] * 2
+    assert markers == ["o", "o", "s", "s"] and dashes == ["-", "-", "--", "--"]
+
+
+def test_a_share_over_few_rounds_says_how_few():
+    study = [row(depth=8, policy="int4", rounds=200)]
+    picture = acceptance_by_position(study)
+    _, right = axes_of(picture)
+    reached = [200, *(round(200 * share) for share in study[0].per_position[:-1])]
+    assert [label.get_text() for label in right.get_xticklabels()] == [f"{j}\n{n}" for j, n in enumerate(reached, 1)]
+    hollow = right.get_lines()[1]
+    assert list(hollow.get_xdata()) == [j for j, n in enumerate(reached, 1) if n < 50] and len(hollow.get_xdata()) > 2
+    assert f"of which {reached[-1]} got to draft 8" in picture.alt
+
+
+def timed(depths=range(9), policies=("none", "int8", "int4")):
+    """Rows in which a round costs 1 + 0.9 k times one at depth 0."""
+    found = rows(depths=depths, policies=policies, excludes=("published",))
+    return [r.model_copy(update={"seconds": r.rounds * (1 + 0.9 * r.depth) / 1000}) for r in found]
+
+
+def test_break_even_draws_what_a_round_gives_and_takes():
+    study = timed()
+    study[13] = study[13].model_copy(update={"seconds": study[13].seconds * 20})
+    picture = break_even(study)
+    axes = axes_of(picture)[0]
+    drawn = {line.get_label(): list(line.get_ydata()) for line in axes.get_lines()}
+    assert drawn["takes: rounds at depth 0"] == pytest.approx([1 + 0.9 * k for k in range(9)])
+    assert drawn["left out: 1 timings of a busy machine"]
+    assert any(np.allclose(y, [r.acceptance_length for r in study[:9]]) for y in drawn.values() if len(y) == 9)
+    assert f"depth 8 gives {study[8].acceptance_length:.2f} and takes 8.20" in picture.alt
+    assert "1 timings that break the trend are left out" in picture.alt
+
+
+def test_break_even_without_plain_decoding_says_so():
+    for study in ([], timed(depths=(1, 2))):
+        assert "no timed rows with and without drafts" in break_even(study).alt
 
 
 def test_map_colours_every_module_by_its_dtype_and_writes_the_bits():
@@ -191,7 +268,7 @@ def test_numbers_in_coloured_cells_can_be_read():
 
 
 def test_a_policy_keeps_its_colour_whatever_else_is_drawn():
-    for policies in (["none", "int8"], ["int8"], ["int8 (draft none)", "int8", "none"]):
+    for policies in (["unquantised", "int8"], ["int8"], ["int8 (draft unquantised)", "int8", "unquantised"]):
         colours = policy_colours(policies)
         assert all(colours[name] == POLICY_COLOURS[name] for name in policies if name in POLICY_COLOURS)
         assert len(set(colours.values())) == len(policies)

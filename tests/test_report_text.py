@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from html.parser import HTMLParser
 from types import SimpleNamespace
 
@@ -11,11 +12,12 @@ import pytest
 
 from mtplab.errors import ConfigError
 from mtplab.report import Conclusion, RoundsView, acceptance_table, plan_summary, resolve_path
-from mtplab.report.conclusion import length_error
 from mtplab.report.progress import Clock
 from mtplab.report.rows import as_records
 from mtplab.report.tables import html_table, plan_table
 from mtplab.report.text import escape, human_bytes, json_island, plain
+from mtplab.study.hint import faint_draft
+from mtplab.study.interval import change_error, length_error
 from mtplab.study.progress import duration
 from tests.report_fakes import module, plan, row, rows
 
@@ -95,29 +97,73 @@ def test_rows_come_from_models_dicts_and_results_alike():
 def test_labels_tell_a_draft_that_differs_and_checkpoints_that_mix():
     study = [row(draft_quant_policy="none", policy="int8"), row(checkpoint="other", draft_exclude=["mtp.fc"])]
     first, second = as_records(study)
-    assert first["policy_label"] == "int8 (draft none)"
-    assert second["weights_label"] == "other as fp8: published (draft: mtp.fc)"
+    assert first["policy_label"] == "int8 (draft unquantised)"
+    assert second["weights_label"] == "other: published (draft: mtp.fc)"
 
 
 # conclusions
 
 
+def timed(found, slope=0.9):
+    """The rows with seconds that follow the depth: a round costs 1 + slope · k times one at depth 0."""
+    return [
+        r.model_copy(
+            update={"seconds": r.rounds * (1 + slope * r.depth) / 1000, "tokens_per_second": 1000.0 / (1 + r.depth)}
+        )
+        for r in found
+    ]
+
+
 def test_conclusion_takes_its_numbers_from_the_rows():
     study = rows(depths=range(9), excludes=("published", "*"))
     said = repr(Conclusion(study))
-    useful = row(depth=8)
-    assert f"{row(depth=8).acceptance_length:.2f} tokens at depth 8" in said
-    assert "Other KV caches at that depth: int8 −" in said and "for 53 % of the bytes a token" in said
-    change = row(depth=8, policy="int4").acceptance_length - useful.acceptance_length
-    assert f"{change:+.2f}".replace("-", "−") in said
-    assert "everything in BF16 ±0.00 for 175 % of the weight bytes" in said
+    base, other = row(depth=8), row(depth=8, policy="int4")
+    error = change_error(other, base)[0]
+    assert f"a round at depth 8 gives {base.acceptance_length:.2f} ± {length_error(base):.2f} tokens" in said
+    assert "(4 prompts × 32 tokens, 200 rounds)" in said
+    change = f"{other.acceptance_length - base.acceptance_length:+.2f}".replace("-", "−")
+    assert f"int4 {change} ± {error:.2f} for 52 % of the KV bytes a token (57 % of all that 100 tokens hold)" in said
+    assert "The rest is the recurrent state, 4.1 kB a sequence, which no policy touches." in said
+    assert re.search(r"everything in BF16 \+0.00 ± 0.\d\d \(within chance\) for 175 % of the weight bytes", said)
 
 
-def test_conclusion_stops_where_a_draft_no_longer_pays():
-    study = [row(depth=0), row(depth=1), row(depth=2)]
-    flat = study[-1].model_dump(by_alias=True) | {"depth": 3, "acceptance_length": study[-1].acceptance_length + 0.01}
+def test_conclusion_weighs_tokens_against_time():
+    """What a round gives over what it takes, at each depth: by hand from the rows."""
+    length = {d: row(depth=d).acceptance_length for d in range(9)}
+    dear = repr(Conclusion(timed(rows(depths=range(9), excludes=("published",)))))
+    assert "a round at depth 8 takes 8.2 times as long as one at depth 0, and would have to give as many" in dear
+    assert f"it gives {length[8]:.2f}. Speed against plain decoding: {length[1] / 1.9:.2f} at 1" in dear
+    assert "Plain decoding gives 1000 tokens per second; fastest is depth 0: here no depth pays." in dear
+    cheap = repr(Conclusion(timed(rows(depths=range(9), excludes=("published",)), 0.1)))
+    best = max(length, key=lambda d: length[d] / (1 + 0.1 * d))
+    assert best and f"fastest is depth {best}: here depth {best} pays." in cheap
+
+
+def test_conclusion_weighs_another_batch_with_the_same_acceptance():
+    study = timed(rows(depths=range(5), excludes=("published",)))
+    alone = [r.model_copy(update={"n_prompts": 1}) for r in timed(rows(depths=range(5), excludes=("published",)), 0.1)]
+    said = repr(Conclusion(study, other_batch=alone))
+    assert "at batch 4: a round at depth 4 takes 4.6 times" in said
+    assert "at batch 1: a round at depth 4 takes 1.4 times" in said
+    assert said.count(f"it gives {row(depth=4).acceptance_length:.2f}") == 2
+
+
+def test_conclusion_says_which_timings_it_does_not_believe():
+    study = timed(rows(depths=range(9), excludes=("published",)))
+    before = Conclusion(study).sentences[1]
+    study[12] = study[12].model_copy(update={"seconds": study[12].seconds * 25})
+    found = Conclusion(study)
+    assert found.sentences[1] == before
+    assert "1 of 27 rows have seconds per round more than 3 times off" in repr(found)
+    assert f"{as_records(study)[12]['series']}, depth {study[12].depth}: 2" in repr(found)
+
+
+def test_conclusion_says_where_acceptance_no_longer_grows():
+    study = [row(depth=d, rounds=100_000) for d in (0, 1, 2, 4)]
+    assert "and still grows there (+" in repr(Conclusion(study))
+    flat = study[-1].model_copy(update={"depth": 6})
     said = repr(Conclusion([*study, flat]))
-    assert f"{study[-1].acceptance_length:.2f} tokens at depth 2" in said and "adds less than 0.05" in said
+    assert "; past depth 4 (" in said and "adds nothing beyond chance" in said
 
 
 def test_conclusion_says_when_chance_explains_a_difference():
@@ -128,20 +174,26 @@ def test_conclusion_says_when_chance_explains_a_difference():
     assert repr(Conclusion(few)).count("Within chance:") == 1
 
 
+def test_conclusion_of_rows_without_counts_by_prompt_has_no_intervals():
+    old = [r.model_copy(update={"by_domain": {}}) for r in rows(depths=(0, 2), excludes=("published",))]
+    said = repr(Conclusion(old))
+    assert "±" not in said and "chance" not in said and f"{row(depth=2).acceptance_length:.2f} tokens" in said
+
+
+def test_conclusion_of_a_head_that_is_never_right_says_what_to_check():
+    broken = [row(depth, rounds=1000).model_dump(by_alias=True) for depth in (0, 2)]
+    broken[1]["per_position"] = [0.004, 0.0]
+    said = repr(Conclusion(broken))
+    assert said.startswith("The first draft was right in 0.4 % of 1000 rounds") and "compare_hidden" in said
+    assert "first draft was right" not in repr(Conclusion(rows()))
+    assert faint_draft([0.0], 49) == faint_draft([0.06], 5000) == faint_draft([], 100) == faint_draft([None], 0) == ""
+
+
 def test_conclusion_of_nothing():
     failed = row(error="no", acceptance_length=None)
     for study in ([], [failed]):
         assert repr(Conclusion(study)) == "There are no finished rows yet."
     inert(Conclusion([row(depth=d, exclude=HOSTILE) for d in (0, 1)])._repr_html_())
-
-
-def test_length_error_is_that_of_a_mean():
-    """Against the plain formula on the drawn counts: a = 0, 1, 2 in 20, 30 and 50 of 100 rounds."""
-    counts = [0] * 20 + [1] * 30 + [2] * 50
-    mean = sum(counts) / 100
-    expected = math.sqrt(sum((c - mean) ** 2 for c in counts) / 100 / 100)
-    assert length_error({"per_position": [0.8, 0.5], "rounds": 100}) == pytest.approx(expected)
-    assert math.isnan(length_error({"per_position": [], "rounds": 0}))
 
 
 # rounds

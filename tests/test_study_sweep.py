@@ -7,6 +7,7 @@ import contextlib
 import multiprocessing
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -87,9 +88,10 @@ def test_a_table_by_domain(checkpoint, tmp_path):
     prompts = [Prompt("1", "a", ids=(1,)), Prompt("2", "b", ids=(2, 3)), Prompt("3", "a", ids=(4,))]
     result = run(checkpoint, tmp_path, prompts=prompts, exclude=None)
     header, _, *lines = result.to_table(by_domain=True).splitlines()[2:]
-    assert header.split() == ["exclusions", "quant_policy", "domain", "d=0", "d=1", "d=2", "d=3"]
-    assert [line.split()[2:4] for line in lines] == [["none", "a"], ["none", "b"], ["int8", "a"], ["int8", "b"]]
-    assert lines[1].split()[-1] == f"{result.rows[3].by_domain['b'].acceptance_length:.3f}"
+    assert re.split(" {2,}", header) == ["exclusions", "KV cache", "domain", "d=0", "d=1", "d=2", "d=3"]
+    caches = [(cache, domain) for cache in ("unquantised", "int8") for domain in "ab"]
+    assert [tuple(line.split()[2:4]) for line in lines[:4]] == caches
+    assert lines[1].split()[-1] == f"{result.rows[3].by_domain['b'].acceptance_length:.2f}"
 
 
 def test_a_second_run_reads_everything_back(checkpoint, tmp_path):
@@ -272,7 +274,7 @@ def test_prompt_sets_and_draft_axes_multiply(checkpoint, tmp_path):
     )
     assert len(result) == len({row.point for row in result}) == 2 * 2 * 2 * 2
     table = result.to_table()
-    for word in ("published (draft: none)", "short", "long", "draft policy", "temperature"):
+    for word in ("published (draft: all FP8)", "short", "long", "draft's cache", "temperature"):
         assert word in table
 
 
@@ -321,10 +323,10 @@ def test_text_and_html_tables(checkpoint, tmp_path):
     lines = result.to_table().splitlines()
     assert "3 prompts × 16 tokens" in lines[0]
     header, body = lines[2], lines[4:]
-    assert header.split() == ["exclusions", "format", "quant_policy", "d=0", "d=1", "d=2", "d=3"]
+    assert re.split(" {2,}", header) == ["exclusions", "KV cache", "d=0", "d=1", "d=2", "d=3"]
     assert len(body) == 4
     assert len({len(line) for line in lines[2:]}) == 1  # aligned
-    assert body[0].split()[-1] == f"{result.rows[3].acceptance_length:.3f}"
+    assert body[0].split()[-1] == f"{result.rows[3].acceptance_length:.2f}"
     page = result._repr_html_()
     assert "&lt;b&gt;*" in page
     assert "<b>*" not in page

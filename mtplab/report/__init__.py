@@ -13,6 +13,7 @@ _WHERE = {
     "Picture": "picture",
     "acceptance_by_depth": "figures",
     "acceptance_by_position": "figures",
+    "break_even": "cost_figure",
     "checkpoint_map": "maps",
     "bytes_by_part": "maps",
     "SweepExplorer": "explorer",

@@ -6,106 +6,151 @@ Knows rows only. Where a comparison cannot be made (a setting is missing), its s
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Callable
+from statistics import median
 from typing import Any
 
 from mtplab.report.palette import GREEN
-from mtplab.report.rows import Record, as_records, at_temperature
-from mtplab.report.text import escape
+from mtplab.report.rows import Record, as_records, at_temperature, setting_words
+from mtplab.report.text import escape, human_bytes
+from mtplab.study.hint import faint_draft
+from mtplab.study.interval import change_error
+from mtplab.study.speed import BATCH, ODD, costs
+from mtplab.study.words import cache_words
 
-__all__ = ["Conclusion", "length_error"]
+__all__ = ["PAYS", "Conclusion"]
 
 _NOTHING = "There are no finished rows yet."
-SMALL_GAIN = 0.05  # tokens per round that a further draft must add to be worth naming
-
-
-def length_error(record: Record) -> float:
-    """Standard error of a row's acceptance length, rounds taken as independent.
-
-    With P(a ≥ j) = per_position[j-1], E[a] = Σ P(a ≥ j) and E[a²] = Σ (2j−1) P(a ≥ j).
-    """
-    shares = record.get("per_position") or []
-    rounds = record.get("rounds") or 0
-    if not rounds:
-        return math.nan
-    mean = sum(shares)
-    square = sum((2 * j - 1) * share for j, share in enumerate(shares, 1))
-    return math.sqrt(max(0.0, square - mean * mean) / rounds)
+PAYS = 1.05  # times plain decoding's speed: below it, a gain is no more than what two runs differ by
+CONTEXT = 100  # tokens at which a sequence's memory is given as an example
 
 
 class Conclusion:
-    """Sentences on depth, cache and exclusions at one temperature, for a reader who wants the upshot.
+    """Sentences on depth, time, cache and exclusions at one temperature, for a reader who wants the upshot.
+
+    A ± is half a 95 % interval over prompts (`mtplab.study.interval`), and settings are compared prompt by prompt.
 
     Args:
         rows: rows of a sweep, or dicts with the same fields.
         reference: exclusion label and cache policy that the others are compared with; the first row's when None.
+        other_batch: rows whose seconds say what a round costs at another batch; their acceptance is not looked at, for
+            it needs more prompts than a small batch has.
     """
 
-    def __init__(self, rows: Any, reference: tuple[str, str] | None = None):
+    def __init__(self, rows: Any, reference: tuple[str, str] | None = None, other_batch: Any = ()):
         found = [r for r in as_records(rows) if r.get("error") is None and r.get("acceptance_length") is not None]
         self.records = at_temperature(found)
         if reference is None and self.records:
             first = self.records[0]
             reference = (first["exclude_label"], first["policy_label"])
+        elif reference is not None:
+            reference = (reference[0], cache_words(reference[1]))
         self.reference = reference
-        self.sentences = [sentence for sentence in (self._depth(), self._cache(), self._exclusions()) if sentence]
-        if any("(within chance)" in sentence for sentence in self.sentences):
-            self.sentences.append("Within chance: so few rounds cannot tell it from no change; more prompts can.")
+        self._other_batch = at_temperature(as_records(other_batch))
+        self._compared: list[bool] = []  # of each comparison, whether chance explains it
+        parts = (self._faint(), self._length(), self._time(), self._odd(), self._cache(), self._exclusions())
+        self.sentences = [sentence for sentence in (*parts, self._chance()) if sentence]
 
     def _line(self, exclude: str, policy: str) -> dict[int, Record]:
         return {
             r["depth"]: r for r in self.records if r.get("exclude_label") == exclude and r["policy_label"] == policy
         }
 
-    def _useful(self) -> tuple[dict[int, Record], int]:
-        """The reference line, and the deepest depth that still adds `SMALL_GAIN` tokens over the one before."""
-        line = self._line(*self.reference) if self.reference else {}
-        depths = sorted(line)
-        useful = depths[0] if depths else 0
-        for before, depth in itertools.pairwise(depths):
-            gain = line[depth]["acceptance_length"] - line[before]["acceptance_length"]
-            if gain / (depth - before) < SMALL_GAIN:
-                break
-            useful = depth
-        return line, useful
+    def _reference_line(self) -> dict[int, Record]:
+        return self._line(*self.reference) if self.reference else {}
 
-    def _depth(self) -> str:
-        line, useful = self._useful()
+    def _faint(self) -> str:
+        """A draft that is hardly ever right is no finding about depth: something is wrong with it."""
+        drafted = [r for r in self._reference_line().values() if r["depth"]]
+        return faint_draft(drafted[-1]["per_position"], drafted[-1]["rounds"]) if drafted else ""
+
+    def _length(self) -> str:
+        line = self._reference_line()
         if len(line) < 2:
             return ""
-        here, deepest = line[useful], line[max(line)]
-        if useful == max(line):
-            tail = f"and every draft up to that depth adds at least {SMALL_GAIN} tokens"
-        else:
-            tail = (
-                f"a further draft adds less than {SMALL_GAIN} "
-                f"({deepest['acceptance_length']:.2f} at depth {deepest['depth']})"
-            )
+        deepest = line[max(line)]
         return (
-            f"With {_weights_words(here)} (KV cache: {_cache_words(here)}), a round gives "
-            f"{here['acceptance_length']:.2f} "
-            f"tokens at depth {useful} (± {1.96 * length_error(here):.2f} over {here['rounds']} rounds), {tail}."
+            f"With {_weights(deepest)} (KV cache: {deepest['policy_label']}), a round at depth {deepest['depth']} "
+            f"gives {_with_error(deepest)} tokens ({_prompts(deepest)}, {deepest['rounds']:g} rounds){_growth(line)}."
+        )
+
+    def _time(self) -> str:
+        """What a round takes against what it gives: the depth that is fastest, on this machine at each batch."""
+        return " ".join(filter(None, (self._time_of(self.records), self._time_of(self._other_batch))))
+
+    def _time_of(self, timed: list[Record]) -> str:
+        line = self._reference_line()
+        cost = costs(timed, [r["odd_timing"] for r in timed])
+        speed = {d: r["acceptance_length"] / cost[d].ratio for d, r in line.items() if d in cost}
+        if len(speed) < 2:
+            return ""
+        deepest, best = max(speed), max(speed, key=speed.__getitem__)
+        said = ", ".join(f"{speed[d]:.2f} at {d}" for d in sorted(speed) if d)
+        verdict = f"here depth {best} pays" if best and speed[best] >= PAYS else "here no depth pays"
+        plain = [r["tokens_per_second"] for r in timed if r["depth"] == 0 and r["odd_timing"] is None]
+        fastest = f"Plain decoding gives {median(plain):.0f} tokens per second; fastest is depth {best}"
+        return (
+            f"In time, on {_machine(timed[0])}: a round at depth {deepest} takes {cost[deepest].ratio:.1f} times "
+            "as long as one at depth 0, and would have to give as many tokens to break even; it gives "
+            f"{line[deepest]['acceptance_length']:.2f}. Speed against plain decoding: {said}. {fastest}: {verdict}."
+        )
+
+    def _odd(self) -> str:
+        odd = [r for r in self.records if r["odd_timing"] is not None]
+        if not odd:
+            return ""
+        named = "; ".join(f"{r['series']}, depth {r['depth']}: {r['odd_timing']:.2g} times" for r in odd[:3])
+        more = f"; and {len(odd) - 3} more" if len(odd) > 3 else ""
+        return (
+            f"The machine was busy with something else: {len(odd)} of {len(self.records)} rows have seconds per round "
+            f"more than {ODD:g} times off the others' trend, and are counted in no speed ({named}{more})."
         )
 
     def _cache(self) -> str:
-        return self._others("KV caches", "policy_label", _cache_words, _kv_bytes, "bytes a token")
+        said = self._others("KV caches", "policy_label", lambda r: r["policy_label"], _kv_share)
+        state = next((r["state_bytes"] for r in self.records if r.get("state_bytes")), 0)
+        if said and state:
+            said += f" The rest is the recurrent state, {human_bytes(state)} a sequence, which no policy touches."
+        return said
 
     def _exclusions(self) -> str:
-        return self._others("exclusions", "exclude_label", _weights_words, _weight_bytes, "weight bytes")
+        return self._others("exclusions", "exclude_label", _weights, _weight_share)
 
-    def _others(self, what: str, key: str, words: Callable, size: Callable, unit: str) -> str:
-        """How the reference's line compares with those that differ from it in `key` alone, at the depth that pays."""
-        line, useful = self._useful()
+    def _others(self, what: str, key: str, words: Callable, share: Callable[[Record, Record], str]) -> str:
+        """How the reference's line compares with those that differ from it in `key` alone, at the deepest depth."""
+        line = self._reference_line()
         if not line:
             return ""
-        base, parts = line[useful], []
+        depth = max(line)
+        base, parts = line[depth], []
         for label in dict.fromkeys(r[key] for r in self.records):
             pair = (label, self.reference[1]) if key == "exclude_label" else (self.reference[0], label)
-            other = self._line(*pair).get(useful)
+            other = self._line(*pair).get(depth)
             if other is not None and label != base[key]:
-                parts.append(f"{words(other)} {_change(other, base)}" + _share(other, base, size, unit))
-        return f"Other {what} at that depth: {'; '.join(parts)}." if parts else ""
+                parts.append(f"{words(other)} {self._change(other, base)}{share(other, base)}")
+        return f"Other {what} at depth {depth}: {'; '.join(parts)}." if parts else ""
+
+    def _change(self, other: Record, base: Record) -> str:
+        """The difference in acceptance length, and whether the prompts there are can tell it from none."""
+        change = other["acceptance_length"] - base["acceptance_length"]
+        found = change_error(other, base)
+        if found is None:
+            return _signed(change)
+        if change == 0 and found[0] == 0:
+            return "no difference"
+        within = abs(change) <= found[0]
+        self._compared.append(within)
+        return f"{_signed(change)} ± {found[0]:.2f}" + (" (within chance)" if within else "")
+
+    def _chance(self) -> str:
+        if not any(r["length_error"] for r in self.records):
+            return ""
+        said = "A ± is half a 95 % interval over prompts; settings are compared prompt by prompt."
+        if any(self._compared):
+            said += " Within chance: these prompts cannot tell it from no change; more of them can."
+        if len(self._compared) > 2 and not all(self._compared):
+            said += f" Of {len(self._compared)} comparisons, one in twenty lies outside by chance alone."
+        return said
 
     def _repr_html_(self) -> str:
         text = "<br>".join(escape(sentence) for sentence in self.sentences or [_NOTHING])
@@ -115,33 +160,72 @@ class Conclusion:
         return " ".join(self.sentences) or _NOTHING
 
 
-def _change(other: Record, base: Record) -> str:
-    """The difference in acceptance length, and whether the rounds there are can tell it from none."""
-    change = other["acceptance_length"] - base["acceptance_length"]
-    if abs(change) < 0.005:
-        return "±0.00"
-    within = abs(change) < 1.96 * math.hypot(length_error(other), length_error(base))
-    text = f"{change:+.2f}".replace("-", "−")
-    return f"{text} (within chance)" if within else text
+def _growth(line: dict[int, Record]) -> str:
+    """From which depth on the acceptance length grows no further that the prompts can tell."""
+    depths = sorted(line)
+    grown = [depths[0]]
+    for before, depth in itertools.pairwise(depths):
+        found = change_error(line[depth], line[before])
+        if found is None:
+            return ""
+        if line[depth]["acceptance_length"] - line[before]["acceptance_length"] <= found[0]:
+            break
+        grown.append(depth)
+    if grown[-1] == depths[-1]:
+        change = line[depths[-1]]["acceptance_length"] - line[depths[-2]]["acceptance_length"]
+        error, _ = change_error(line[depths[-1]], line[depths[-2]])
+        return f", and still grows there ({_signed(change)} ± {error:.2f} over depth {depths[-2]})"
+    return f"; past depth {grown[-1]} ({_with_error(line[grown[-1]])}) the next depth adds nothing beyond chance"
 
 
-def _weights_words(record: Record) -> str:
-    label = record["exclude_label"]
-    words = {"published": "the published exclusions", "*": "everything in BF16", "none": "everything in FP8"}
-    return words.get(label, f"{record['weights_label']} kept out of FP8")
+def _with_error(record: Record) -> str:
+    error = record["length_error"]
+    return f"{record['acceptance_length']:.2f}" + (f" ± {error:.2f}" if error else "")
 
 
-def _cache_words(record: Record) -> str:
-    return "unquantised" if record["policy_label"] == "none" else str(record["policy_label"])
+def _signed(change: float) -> str:
+    return f"{change:+.2f}".replace("-", "−")
 
 
-def _share(other: Record, base: Record, size: Callable[[Record], float], what: str) -> str:
-    """` for 53 % of the bytes`, where both rows know their size."""
-    return f" for {100 * size(other) / size(base):.0f} % of the {what}" if size(other) and size(base) else ""
+def _prompts(record: Record) -> str:
+    return f"{record['n_prompts']} prompt{'s' if record['n_prompts'] > 1 else ''} × {record['max_new_tokens']} tokens"
+
+
+def _machine(record: Record) -> str:
+    facts = record.get("provenance") or {}
+    threads = facts.get("threads")
+    device = facts.get("device") or "this device"
+    batch = min(BATCH, record["n_prompts"])
+    return device + (f" with {threads} thread{'s' if threads > 1 else ''}" if threads else "") + f" at batch {batch}"
+
+
+def _weights(record: Record) -> str:
+    words = setting_words(record)
+    whole = {"published": "the published exclusions", "all BF16": "everything in BF16", "all FP8": "everything in FP8"}
+    whole["as stored"] = "the weights as stored"
+    return whole.get(words, f"{record['weights_label']} kept out of FP8")
+
+
+def _kv_share(other: Record, base: Record) -> str:
+    """` for 53 % of the KV bytes …`, where both rows know them, and of all that a sequence holds."""
+    mine, theirs = _kv_bytes(other), _kv_bytes(base)
+    if not mine or not theirs:
+        return ""
+    said = f" for {100 * mine / theirs:.0f} % of the KV bytes a token"
+    state = base.get("state_bytes") or 0
+    if not state:
+        return said
+    whole = 100 * (state + CONTEXT * mine) / (state + CONTEXT * theirs)
+    return f"{said} ({whole:.0f} % of all that {CONTEXT} tokens hold)"
+
+
+def _weight_share(other: Record, base: Record) -> str:
+    mine, theirs = _weight_bytes(other), _weight_bytes(base)
+    return f" for {100 * mine / theirs:.0f} % of the weight bytes" if mine and theirs else ""
 
 
 def _kv_bytes(record: Record) -> float:
-    return record.get("kv_bytes_per_token") or 0
+    return (record.get("kv_bytes_per_token") or 0) + (record.get("draft_kv_bytes_per_token") or 0)
 
 
 def _weight_bytes(record: Record) -> float:

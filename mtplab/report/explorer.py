@@ -14,7 +14,7 @@ from importlib.resources import files
 from typing import Any
 
 from mtplab.report.palette import DASHES, MARKER_NAMES, policy_colours
-from mtplab.report.rows import Record, as_records
+from mtplab.report.rows import LABELS, Record, as_records
 from mtplab.report.text import json_island
 
 __all__ = ["ROWS_MIME", "SweepExplorer"]
@@ -24,7 +24,6 @@ __all__ = ["ROWS_MIME", "SweepExplorer"]
 ROWS_MIME = "application/vnd.mtplab.rows+json"
 
 _MISSING = object()
-_LABELS = ("policy_label", "weights_label", "series")
 
 
 def _common(provenances: list[dict[str, Any]]) -> dict[str, Any]:
@@ -80,7 +79,7 @@ class SweepExplorer:
     @property
     def rows(self) -> list[Record]:
         """The rows as they were given, without the labels made for display."""
-        return [{key: value for key, value in record.items() if key not in _LABELS} for record in self.records]
+        return [{key: value for key, value in record.items() if key not in LABELS} for record in self.records]
 
     def document(self) -> str:
         """The page inside the frame: one HTML document that asks for nothing from outside."""
@@ -93,6 +92,7 @@ class SweepExplorer:
             "provenance": shared,
             "policies": policies,
             "weights": weights,
+            "labels": LABELS,
             "palette": {"colours": policy_colours(policies), "markers": MARKER_NAMES, "dashes": DASHES},
         }
         page = _asset("explorer.html").replace("%CSS%", _asset("explorer.css")).replace("%HASH%", script_hash())

@@ -19,8 +19,9 @@ from mtplab.report.picture import Picture
 from mtplab.report.rows import Record, as_records, at_temperature, group_series
 from mtplab.report.text import plain, plot_label
 
-__all__ = ["acceptance_by_depth", "acceptance_by_position", "new_figure", "style_axes"]
+__all__ = ["acceptance_by_depth", "acceptance_by_position", "new_figure", "nothing_drawn", "style_axes"]
 
+FEW = 50  # rounds below which a share says little: at 50 % it is ± 14 points even if rounds were independent
 WIDTH = 9.0  # inches; 990 px at the default dpi, so that it is still readable scaled to 800
 
 
@@ -42,22 +43,20 @@ def style_axes(axes: Axes, title: str, x: str, y: str) -> None:
 
 
 class _Signs:
-    """Colour says the cache policy and the dash the exclusion set, in every figure; the marker says the policy
-    too, or the exclusion set where there is only one policy and colour cannot tell the lines apart."""
+    """Colour says the cache policy, marker and dash the exclusion set: in every figure, whatever it shows."""
 
     def __init__(self, records: Sequence[Record]):
         self.policies = list(dict.fromkeys(record["policy_label"] for record in records))
         self.weights = list(dict.fromkeys(record["weights_label"] for record in records))
         self.colours = policy_colours(self.policies)
-        self._marked = "weights_label" if len(self.policies) == 1 else "policy_label"
 
     def line(self, record: Record) -> dict[str, Any]:
         """Keyword arguments of a matplotlib line for `record`'s series."""
-        marked = self.weights if self._marked == "weights_label" else self.policies
+        weights = record["weights_label"]
         return {
             "color": self.colours[record["policy_label"]],
-            "marker": MARKERS[marked.index(record[self._marked]) % len(MARKERS)],
-            "linestyle": self._dash(record["weights_label"]),
+            "marker": self._marker(weights),
+            "linestyle": self._dash(weights),
             "markersize": 6,
             "linewidth": 1.8,
             "markeredgecolor": PAPER,
@@ -68,20 +67,19 @@ class _Signs:
         dash = DASHES[self.weights.index(weights) % len(DASHES)]
         return "-" if dash is None else (0, dash)
 
+    def _marker(self, weights: str) -> str:
+        return MARKERS[self.weights.index(weights) % len(MARKERS)]
+
     def legend(self, figure: Figure) -> None:
         """One legend beside the axes: policies first, exclusion sets below."""
-        by_weights = self._marked == "weights_label"
-        policies, weights = [], []
-        for at, name in enumerate(self.policies):
-            marker = "" if by_weights else MARKERS[at % len(MARKERS)]
-            label = plot_label(name, 34)
-            policies.append(Line2D([], [], color=self.colours[name], marker=marker, label=label))
-        for at, name in enumerate(self.weights):
-            marker = MARKERS[at % len(MARKERS)] if by_weights else ""
-            colour = self.colours[self.policies[0]] if by_weights else INK
-            label = plot_label(name, 34)
-            weights.append(Line2D([], [], color=colour, marker=marker, linestyle=self._dash(name), label=label))
-        titles = [Line2D([], [], linestyle="none", label=title) for title in ("KV cache", "Kept out of FP8")]
+        policies = [
+            Line2D([], [], color=self.colours[name], linewidth=3, label=plot_label(name, 34)) for name in self.policies
+        ]
+        weights = [
+            Line2D([], [], color=INK, marker=self._marker(name), linestyle=self._dash(name), label=plot_label(name, 34))
+            for name in self.weights
+        ]
+        titles = [Line2D([], [], linestyle="none", label=text) for text in ("KV cache", "Exclusions")]
         handles = [titles[0], *policies, titles[1], *weights]
         legend = figure.legend(handles=handles, loc="outside right upper", frameon=False, fontsize=10, handlelength=3.2)
         for handle, text in zip(handles, legend.get_texts(), strict=True):
@@ -90,7 +88,7 @@ class _Signs:
 
 
 def _shift(index: int, count: int, width: float = 0.26) -> float:
-    """Sideways shift of series `index` of `count`, so that equal points lie side by side, not on top."""
+    """Sideways shift of series `index` of `count`, so that points and bars lie side by side, not on top."""
     return 0.0 if count < 2 else (index / (count - 1) - 0.5) * min(width, 0.07 * (count - 1))
 
 
@@ -100,15 +98,29 @@ def _temperature(series: dict[str, list[Record]]) -> str:
     return "greedy decoding" if value == 0 else f"temperature {value:g}"
 
 
+def _shown(series: dict[str, list[Record]]) -> str:
+    """What all lines have in common, for the title: two figures of one study must not be called the same."""
+    records = [found[0] for found in series.values()]
+    policies, weights = ({record[key] for record in records} for key in ("policy_label", "weights_label"))
+    parts = []
+    if len(weights) == 1:
+        parts.append(f"exclusions: {plot_label(weights.pop(), 30)}")
+    if len(policies) == 1:
+        parts.append(f"KV cache: {plot_label(policies.pop(), 30)}")
+    return ", ".join([*parts, _temperature(series)])
+
+
 def acceptance_by_depth(rows: Any, temperature: float | None = None) -> Picture:
     """Acceptance length (tokens per round) against depth, one line per cache policy × exclusion set.
+
+    Bars are 95 % intervals over prompts, one setting at a time: settings on the same prompts differ by less chance.
 
     Args:
         rows: rows of a sweep, or dicts with the same fields.
         temperature: which rows to draw; those at the lowest temperature when None.
     """
     series = group_series(at_temperature(as_records(rows), temperature))
-    title = f"Acceptance length by draft depth, {_temperature(series)}"
+    title = f"Acceptance length by draft depth ({_shown(series)})"
     figure = new_figure(4.4)
     axes = figure.add_subplot()
     style_axes(
@@ -118,15 +130,19 @@ def acceptance_by_depth(rows: Any, temperature: float | None = None) -> Picture:
         "Acceptance length (tokens per round)",
     )
     if not series:
-        return Picture(_nothing(figure, axes), "Acceptance length by depth: there are no finished rows to draw.")
+        return Picture(nothing_drawn(figure, axes), "Acceptance length by depth: there are no finished rows to draw.")
     signs = _Signs([found[0] for found in series.values()])
     for index, found in enumerate(series.values()):
         shift = _shift(index, len(series))
-        axes.plot(
-            [record["depth"] + shift for record in found],
-            [record["acceptance_length"] for record in found],
-            **signs.line(found[0]),
-        )
+        look = signs.line(found[0])
+        # plain decoding is one token a round in every setting: there the lines meet
+        x = [record["depth"] + (shift if record["depth"] else 0) for record in found]
+        y = [record["acceptance_length"] for record in found]
+        axes.plot(x, y, **look)
+        bars = [(at, value, r["length_error"]) for at, value, r in zip(x, y, found, strict=True) if r["length_error"]]
+        if bars:
+            at, value, error = zip(*bars, strict=True)
+            axes.errorbar(at, value, error, fmt="none", ecolor=look["color"], elinewidth=1.1, alpha=0.55)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_ylim(bottom=min(1.0, *axes.get_ylim()))
     signs.legend(figure)
@@ -137,13 +153,17 @@ def _depth_alt(series: dict[str, list[Record]]) -> str:
     sentences = []
     for name, found in series.items():
         best = max(found, key=lambda record: record["acceptance_length"])
-        sentences.append(f"{plain(name)}: at most {best['acceptance_length']:.2f} at depth {best['depth']}")
+        error = f" ± {best['length_error']:.2f}" if best["length_error"] else ""
+        sentences.append(f"{plain(name)}: at most {best['acceptance_length']:.2f}{error} at depth {best['depth']}")
     more = f", and {len(sentences) - 8} more lines" if len(sentences) > 8 else ""
     return f"Line chart, acceptance length in tokens per round by draft depth. {'; '.join(sentences[:8])}{more}."
 
 
 def acceptance_by_position(rows: Any, depth: int | None = None, temperature: float | None = None) -> Picture:
     """Acceptance by draft position at one depth, in two panels: unconditional and conditional.
+
+    Only rounds that got as far count for the second; how many those were stands below its axis, and a point over fewer
+    than `FEW` is hollow.
 
     Args:
         rows: rows of a sweep, or dicts with the same fields.
@@ -158,24 +178,36 @@ def acceptance_by_position(rows: Any, depth: int | None = None, temperature: flo
     style_axes(left, "Drafts 1…j all accepted", position, "Share of rounds (%)")
     style_axes(right, "Draft j, given 1…j−1", position, "")
     if not depths:
-        return Picture(_nothing(figure, left, right), "Acceptance by position: there are no rows with a draft.")
+        return Picture(nothing_drawn(figure, left, right), "Acceptance by position: there are no rows with a draft.")
     chosen = depth if depth in depths else depths[-1]
     found = [record for rows_ in series.values() for record in rows_ if record["depth"] == chosen]
     signs = _Signs(found)
     for index, record in enumerate(found):
         shift = _shift(index, len(found))
+        reached = rounds_reaching(record)
         for axes, key in ((left, "per_position"), (right, "conditional")):
             shares = record.get(key) or []
-            axes.plot(
-                [j + shift for j in range(1, len(shares) + 1)],
-                [float("nan") if share is None else 100 * share for share in shares],
-                **signs.line(record),
-            )
+            x = [j + shift for j in range(1, len(shares) + 1)]
+            y = [float("nan") if share is None else 100 * share for share in shares]
+            look = signs.line(record)
+            axes.plot(x, y, **look)
+            few = [at for at, n in enumerate(reached[: len(y)]) if n < FEW] if key == "conditional" else []
+            hollow = {"color": PAPER, "marker": look["marker"], "markeredgecolor": look["color"], "markersize": 6}
+            axes.plot([x[at] for at in few], [y[at] for at in few], linestyle="none", **hollow)
     for axes in (left, right):
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.set_ylim(0, 102)
+    fewest = [min(column) for column in zip(*(rounds_reaching(record) for record in found), strict=True)]
+    right.set_xticks(range(1, chosen + 1), [f"{j}\n{n:.0f}" for j, n in enumerate(fewest, 1)])
+    right.set_xlabel("Draft position j; below it, rounds that got so far (the fewest)", fontsize=11)
     signs.legend(figure)
     return Picture(figure, _position_alt(found, chosen))
+
+
+def rounds_reaching(record: Record) -> list[float]:
+    """[j−1]: rounds in which drafts 1…j−1 were all accepted, over which the conditional share of draft j is taken."""
+    rounds, shares = record.get("rounds") or 0, record.get("per_position") or []
+    return [rounds, *(round(rounds * (share or 0), 6) for share in shares[:-1])]
 
 
 def _position_alt(found: list[Record], depth: int) -> str:
@@ -184,7 +216,11 @@ def _position_alt(found: list[Record], depth: int) -> str:
         shares = [share for share in record.get("per_position") or [] if share is not None]
         if shares:
             first, last = (f"{100 * share:.0f} % at draft" for share in (shares[0], shares[-1]))
-            parts.append(f"{plain(record['series'])}: {first} 1, {last} {len(shares)}")
+            n = rounds_reaching(record)
+            parts.append(
+                f"{plain(record['series'])}: {first} 1, {last} {len(shares)}, of {n[0]:.0f} rounds, "
+                f"of which {n[-1]:.0f} got to draft {len(shares)}"
+            )
     more = f", and {len(found) - 8} more lines" if len(found) > 8 else ""
     return (
         f"Two line charts at depth {depth}: share of rounds in which drafts up to j were accepted, and the same "
@@ -192,7 +228,8 @@ def _position_alt(found: list[Record], depth: int) -> str:
     )
 
 
-def _nothing(figure: Figure, *axes: Axes) -> Figure:
+def nothing_drawn(figure: Figure, *axes: Axes) -> Figure:
+    """The figure, with a word in each of its axes that there is nothing in it."""
     for each in axes:
         each.text(0.5, 0.5, "nothing to draw yet", ha="center", va="center", transform=each.transAxes, color=INK)
     return figure

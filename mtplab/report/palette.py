@@ -1,7 +1,7 @@
 """One colour-blind-safe palette for figures, explorer and report.
 
-The colours are those of Okabe and Ito, "Color Universal Design" (2008). Colour is never the only sign: a
-policy also has its own marker, an exclusion set its own dash, a storage dtype its own number in the cell.
+The colours are those of Okabe and Ito, "Color Universal Design" (2008). In every
+figure colour says the cache policy, marker and dash the exclusion set; a storage dtype has its own number in the cell.
 
 This module knows no figure, no row and no checkpoint.
 """
@@ -20,7 +20,7 @@ SERIES = (BLUE, VERMILLION, GREEN, PURPLE, ORANGE, SKY, "#6B6B6B")
 
 #: The five cache policies keep their colour in every figure, whichever of them a study has.
 POLICY_COLOURS = {
-    "none": BLUE,
+    "unquantised": BLUE,
     "int8": VERMILLION,
     "int4": GREEN,
     "fp8_e4m3": PURPLE,

@@ -10,19 +10,34 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from mtplab.errors import ConfigError
+from mtplab.study.interval import length_error
+from mtplab.study.speed import odd_timings
+from mtplab.study.words import cache_words, weights_words
 
-__all__ = ["Record", "as_records", "at_temperature", "group_series", "policy_label", "weights_label"]
+__all__ = [
+    "LABELS",
+    "Record",
+    "as_records",
+    "at_temperature",
+    "group_series",
+    "policy_label",
+    "setting_words",
+    "weights_label",
+]
 
 Record = dict[str, Any]
 
+#: What is added to a row for display, and left out where rows are taken home.
+LABELS = ("policy_label", "weights_label", "series", "length_error", "domain_errors", "odd_timing")
+
 _TELLING = ("method", "prompt_set", "seed", "top_k", "top_p")
 
-# two sets whose short name says little to a newcomer
-_IN_WORDS = {"*": "* (all BF16)", "none": "none (all FP8)"}
-
-
 def as_records(rows: Any) -> list[Record]:
-    """Every row as a dict with three more keys: `policy_label`, `weights_label` and `series`.
+    """Every row as a dict with a key more for each of `LABELS`.
+
+    `policy_label`, `weights_label` and `series` name its line; `length_error` is the ± of its acceptance length, with
+    `domain_errors` by domain (None where it cannot be told); `odd_timing` says how many times slower than the other
+    rows its rounds were, where that is so much that the machine must have been busy.
 
     Args:
         rows: a sweep's result (anything with `.rows`), or an iterable of rows (pydantic models or mappings).
@@ -49,24 +64,31 @@ def as_records(rows: Any) -> list[Record]:
         told = [_told(key, record.get(key)) for key in also]
         record["weights_label"] = " · ".join([weights_label(record, with_origin=several), *told])
         record["series"] = f"{record['weights_label']} · {record['policy_label']} cache"
+        record["length_error"] = length_error(record)
+        record["domain_errors"] = {name: length_error(record, name) for name in record.get("by_domain") or {}}
+    for record, odd in zip(records, odd_timings(records), strict=True):
+        record["odd_timing"] = odd
     return records
 
 
 def policy_label(record: Mapping[str, Any]) -> str:
-    """`int8`, or `int8 (draft none)` where the draft's cache differs."""
-    target = str(record.get("quant_policy") or "none")
-    draft = record.get("draft_quant_policy")
-    return target if draft in (None, target) else f"{target} (draft {draft})"
+    """`int8`, or `int8 (draft unquantised)` where the draft's cache differs."""
+    return cache_words(str(record.get("quant_policy") or "none"), record.get("draft_quant_policy"))
 
 
 def weights_label(record: Mapping[str, Any], with_origin: bool = False) -> str:
-    """The exclusion set in a few words; with the checkpoint and format before it where a study mixes them."""
+    """The exclusion set in a few words; with the checkpoint before it where a study mixes them."""
     label = str(record.get("exclude_label") or _globs(record.get("exclude")) or "published")
-    label = _IN_WORDS.get(label, label)
     draft = record.get("draft_exclude")
     if draft is not None and draft != record.get("exclude") and "(draft: " not in label:
         label += f" (draft: {_globs(draft) or 'none'})"
+    label = weights_words(label, record.get("model_format"))
     return f"{_origin(record)}: {label}" if with_origin else label
+
+
+def setting_words(record: Mapping[str, Any]) -> str:
+    """The exclusion set alone, whatever else tells the lines of a study apart."""
+    return weights_label(record)
 
 
 def _globs(exclude: Any) -> str:
@@ -76,9 +98,7 @@ def _globs(exclude: Any) -> str:
 
 
 def _origin(record: Mapping[str, Any]) -> str:
-    name = str(record.get("checkpoint") or "model").rstrip("/").rsplit("/", 1)[-1]
-    model_format = record.get("model_format")
-    return f"{name} as {model_format}" if model_format else name
+    return str(record.get("checkpoint") or "model").rstrip("/").rsplit("/", 1)[-1]
 
 
 def _told(key: str, value: Any) -> str:

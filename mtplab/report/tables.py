@@ -45,7 +45,7 @@ def html_table(
 
 
 def acceptance_table(rows: Any, caption: str = "Acceptance length (tokens per round) by draft depth") -> str:
-    """One line per setting, one column per depth; failed points say so below the table."""
+    """One line per setting, one column per depth, ± half a 95 % interval; failed points say so below the table."""
     records = as_records(rows)
     series = group_series(records)
     depths = sorted({record["depth"] for found in series.values() for record in found})
@@ -57,10 +57,8 @@ def acceptance_table(rows: Any, caption: str = "Acceptance length (tokens per ro
             mine = {r["depth"]: r for r in found if (r.get("temperature") or 0.0) == temperature}
             first = next(iter(mine.values()))
             lead = [first["weights_label"], first["policy_label"]] + ([f"{temperature:g}"] if several else [])
-            body.append(
-                lead + [f"{mine[depth]['acceptance_length']:.2f}" if depth in mine else "–" for depth in depths]
-            )
-    head = ["Kept out of FP8", "KV cache"] + (["Temperature"] if several else []) + [f"k = {d}" for d in depths]
+            body.append(lead + [_length(mine.get(depth)) for depth in depths])
+    head = ["Exclusions", "KV cache"] + (["Temperature"] if several else []) + [f"k = {d}" for d in depths]
     failed = [record for record in records if record.get("error") is not None]
     notes = "".join(
         f'<p role="alert">{escape(record["series"])}, depth {record["depth"]} failed: {escape(record["error"])}</p>'
@@ -69,6 +67,13 @@ def acceptance_table(rows: Any, caption: str = "Acceptance length (tokens per ro
     if len(failed) > 5:
         notes += f"<p>… and {len(failed) - 5} more failed rows.</p>"
     return html_table(head, body, caption, left=2) + notes
+
+
+def _length(record: Any) -> str:
+    if record is None:
+        return "–"
+    error = record["length_error"]
+    return f"{record['acceptance_length']:.2f}" + (f" ±{error:.2f}" if error else "")
 
 
 def plan_summary(plan: Any, caption: str = "Modules by part and by how they are held") -> str:

@@ -13,20 +13,22 @@ from pathlib import Path
 from typing import Any
 
 from mtplab.errors import MtplabError
+from mtplab.study.interval import length_error
 from mtplab.study.row import ResultRow
+from mtplab.study.words import cache_words, weights_words
 
 __all__ = ["SweepResult"]
 
 # column -> how a row shows it; a column on which all rows agree goes above the table
 _COLUMNS = {
-    "exclusions": lambda row: row.exclude_label,
-    "format": lambda row: row.model_format or "stored",
-    "quant_policy": lambda row: row.quant_policy,
-    "draft policy": lambda row: row.draft_quant_policy,
+    "exclusions": lambda row: weights_words(row.exclude_label, row.model_format),
+    "KV cache": lambda row: cache_words(row.quant_policy),
+    "draft's cache": lambda row: cache_words(row.draft_quant_policy),
     "temperature": lambda row: f"{row.temperature:g}",
-    "prompts": lambda row: row.prompt_set,
+    "prompt set": lambda row: row.prompt_set,
 }
-_ALWAYS = ("exclusions", "quant_policy")
+_ALWAYS = ("exclusions", "KV cache")
+_PLUS_MINUS = "± is half a 95 % interval over prompts; two lines over the same prompts differ by less chance than that"
 
 
 @dataclass(frozen=True, repr=False)
@@ -100,7 +102,7 @@ class SweepResult:
         def row(cells: list[str], tag: str) -> str:
             sides = ["left" if i < len(names) else "right" for i in range(len(cells))]
             return "".join(
-                f'<{tag} style="text-align:{side}">{html.escape(cell)}</{tag}>'
+                f'<{tag} style="text-align:{side};white-space:nowrap">{html.escape(cell)}</{tag}>'
                 for cell, side in zip(cells, sides, strict=True)
             )
 
@@ -109,7 +111,8 @@ class SweepResult:
         foot += "".join(f"<div>{html.escape(text)}</div>" for text in [*self._remarks(), *self.notes])
         return (
             f"<div><div>acceptance length by depth · {html.escape(common)}</div>"
-            f"<table><thead><tr>{row(header, 'th')}</tr></thead><tbody>{body}</tbody></table>"
+            '<div style="overflow-x:auto;max-width:100%" tabindex="0" role="region" aria-label="Acceptance by depth">'
+            f"<table><thead><tr>{row(header, 'th')}</tr></thead><tbody>{body}</tbody></table></div>"
             f"<div>{html.escape(self.summary())}</div>{foot}</div>"
         )
 
@@ -128,13 +131,13 @@ class SweepResult:
         shown, shared = [], []
         for name, show in _COLUMNS.items():
             values = dict.fromkeys(show(row) for row in self.rows)
-            same_as_target = name == "draft policy" and all(
+            same_as_target = name == "draft's cache" and all(
                 row.draft_quant_policy == row.quant_policy for row in self.rows
             )
             if name in _ALWAYS or len(values) > 1:
                 if not same_as_target:
                     shown.append(name)
-            elif values and not same_as_target and not (name == "format" and "stored" in values):
+            elif values and not same_as_target:
                 shared.append(f"{name} {next(iter(values))}")
         return shown, shared
 
@@ -142,10 +145,11 @@ class SweepResult:
         """What to know beside the numbers: settings that turn out the same, and the rows' own remarks."""
         labels: dict[str, dict[str, None]] = {}
         for row in self.rows:
-            labels.setdefault(row.point, {})[row.exclude_label] = None
+            labels.setdefault(row.point, {})[weights_words(row.exclude_label, row.model_format)] = None
         same = dict.fromkeys(" and ".join(group) for group in labels.values() if len(group) > 1)
         own = dict.fromkeys(f"{row.exclude_label}: {row.remark}" for row in self.rows if row.remark)
-        return [f"{group}: the same modules in FP8, hence one result" for group in same] + list(own)
+        chance = [_PLUS_MINUS] if any(length_error(row) for row in self.rows) else []
+        return [f"{group}: the same modules in FP8, hence one result" for group in same] + list(own) + chance
 
     def _cells(self, by_domain: bool = False) -> tuple[str, list[str], list[list[str]], list[str]]:
         """(what all share, header, one list of cells per point, errors)."""
@@ -164,7 +168,8 @@ class SweepResult:
         if by_domain:
             names = [*names, "domain"]
         errors = [
-            f"{row.exclude_label} · {row.quant_policy} · T {row.temperature:g} · depth {row.depth}: {row.error}"
+            f"{_COLUMNS['exclusions'](row)} · {cache_words(row.quant_policy)} · T {row.temperature:g} · "
+            f"depth {row.depth}: {row.error}"
             for row in self.failed
         ]
         errors = list(dict.fromkeys(errors))  # two labels can share a point, and its failure
@@ -183,4 +188,8 @@ def _cell(row: ResultRow | None, domain: str | None = None) -> str:
     if row.error is not None:
         return "failed"
     found = row if domain is None else row.by_domain.get(domain)
-    return "–" if found is None or found.acceptance_length is None else f"{found.acceptance_length:.3f}"
+    if found is None or found.acceptance_length is None:
+        return "–"
+    error = length_error(row, domain)
+    # plain decoding gives one token a round, whatever the prompts
+    return f"{found.acceptance_length:.2f}" + (f" ±{error:.2f}" if error else "")

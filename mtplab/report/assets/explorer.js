@@ -2,7 +2,7 @@
 // The explorer knows only the rows in #data. Every text goes in through textContent or setAttribute, never as markup.
 (() => {
   const $ = (id) => document.getElementById(id);
-  const { rows, provenance, policies, weights, palette } = JSON.parse($("data").textContent);
+  const { rows, provenance, policies, weights, palette, labels } = JSON.parse($("data").textContent);
   const isMap = (value) => value !== null && typeof value === "object" && !Array.isArray(value);
   // what all rows share is written once, nested entries too
   const merged = (shared, own) => {
@@ -13,7 +13,10 @@
   for (const row of rows) row.provenance = merged(provenance, row.provenance);
   const SVG = "http://www.w3.org/2000/svg";
   const ALL = "\u0000all";
-  const shown = { policies: new Set(policies), weights: new Set(weights) };
+  // more lines than can be told apart: the first exclusion set is ticked, the others wait for the reader
+  const MANY = 6;
+  const ticked = policies.length * weights.length > MANY ? weights.slice(0, 1) : weights;
+  const shown = { policies: new Set(policies), weights: new Set(ticked) };
   let points = [], current = -1;
 
   // control characters and direction marks are shown as code points: a name may hold anything
@@ -38,13 +41,14 @@
     cross: (r) => `M${-r},${-r}L0,${-0.4 * r}L${r},${-r}L${0.4 * r},0L${r},${r}L0,${0.4 * r}L${-r},${r}L${-0.4 * r},0z`,
   };
   const colour = (policy) => palette.colours[policy];
-  const shape = (policy, r) => SHAPES[palette.markers[policies.indexOf(policy) % palette.markers.length]](r);
+  // colour says the cache, marker and dash the exclusion set, as in the figures
+  const shape = (name, r) => SHAPES[palette.markers[weights.indexOf(name) % palette.markers.length]](r);
   const dash = (name) => (palette.dashes[weights.indexOf(name) % palette.dashes.length] || []).join(" ");
 
   function checks(id, names, set, sample) {
     for (const name of names) {
       const label = document.createElement("label"), box = document.createElement("input"), text = document.createElement("span");
-      box.type = "checkbox"; box.checked = true; text.textContent = clean(name); label.title = clean(name);
+      box.type = "checkbox"; box.checked = set.has(name); text.textContent = clean(name); label.title = clean(name);
       box.addEventListener("change", () => { if (box.checked) set.add(name); else set.delete(name); draw(); });
       const picture = element("svg", { viewBox: "0 0 34 12", "aria-hidden": "true" });
       sample(picture, name);
@@ -52,12 +56,12 @@
       $(id).append(label);
     }
   }
-  checks("weights", weights, shown.weights, (picture, name) =>
-    picture.append(element("path", { d: "M1,6H33", stroke: "currentColor", "stroke-width": 2, "stroke-dasharray": dash(name) })));
-  checks("policies", policies, shown.policies, (picture, name) => {
-    picture.append(element("path", { d: "M1,6H33", stroke: colour(name), "stroke-width": 2 }),
-      element("path", { d: shape(name, 4.4), fill: colour(name), transform: "translate(17,6)" }));
+  checks("weights", weights, shown.weights, (picture, name) => {
+    picture.append(element("path", { d: "M1,6H33", stroke: "currentColor", "stroke-width": 2, "stroke-dasharray": dash(name) }),
+      element("path", { d: shape(name, 4.4), fill: "currentColor", transform: "translate(17,6)" }));
   });
+  checks("policies", policies, shown.policies, (picture, name) =>
+    picture.append(element("path", { d: "M1,6H33", stroke: colour(name), "stroke-width": 4 })));
   function options(id, entries) {
     for (const [value, text] of entries) $(id).append(new Option(text, value));
     $(id).addEventListener("change", draw);
@@ -81,7 +85,7 @@
     if (!part) return null;
     const shares = part.per_position || [];
     return { ...row, ...part, conditional: part.conditional || shares.map((share, j) => j === 0 ? share : shares[j - 1] > 0 ? share / shares[j - 1] : null),
-      tokens_per_second: null };
+      tokens_per_second: null, odd_timing: null, length_error: (row.domain_errors || {})[domain] ?? null };
   }
   const visible = () => rows.filter((row) => row.error == null && String(row.temperature) === $("temperature").value
     && shown.policies.has(row.policy_label) && shown.weights.has(row.weights_label))
@@ -90,9 +94,17 @@
 
   // views whose points are depths: what a row's value is, and what it is called
   const BY_DEPTH = {
-    depth: { value: (row) => row.acceptance_length, axis: "Acceptance length (tokens per round)", least: 1, most: 1.5 },
-    speed: { value: (row) => row.tokens_per_second, axis: "Tokens per second, all prompts at once", least: 0, most: 1 },
+    depth: { value: (row) => row.acceptance_length, axis: "Acceptance length (tokens per round)", least: 1, most: 1.5,
+      unit: "tokens per round", digits: 2, best: "most" },
+    speed: { value: (row) => row.tokens_per_second, axis: "Tokens per second, all prompts at once", least: 0, most: 1,
+      unit: "tokens per second", digits: 0, best: "fastest" },
   };
+  const plusMinus = (row) => number(row.acceptance_length) + (row.length_error ? ` ± ${number(row.length_error)}` : "");
+  // rounds over which the share of draft j was taken: of the conditional one, those that accepted all before
+  const reached = (row, view, j) => view === "conditional" && j > 1 ? Math.round(row.rounds * (row.per_position[j - 2] || 0)) : row.rounds;
+  const FEW = 50;
+  const doubtful = (view, point) => view === "speed" ? point.row.odd_timing != null
+    : view === "conditional" && reached(point.row, view, point.x) < FEW;
 
   function seriesOf(list, view, depth) {
     const groups = new Map();
@@ -125,15 +137,16 @@
     chart.setAttribute("viewBox", `0 0 ${width} ${height}`);
     chart.replaceChildren();
     points = []; select(-1);
-    const edge = { left: 58, right: 14, top: 10, bottom: 44 };
     const byDepth = BY_DEPTH[view], xs = byDepth ? depths : series.flatMap((group) => group.points.map((point) => point.x));
     const ys = series.flatMap((group) => group.points.map((point) => point.y));
     const lowX = Math.min(...xs, 1), highX = Math.max(...xs, lowX + 1);
     const lowY = byDepth ? Math.min(byDepth.least, ...ys) : 0, highY = byDepth ? Math.max(byDepth.most, ...ys) : 100;
+    const marks = ticks(lowY, highY, 7), longest = Math.max(...marks.map((value) => String(value).length));
+    const edge = { left: 36 + 8 * longest, right: 14, top: 10, bottom: 44 };
     const pad = (highX - lowX) * 0.04;
     const x = (value) => edge.left + (value - lowX + pad) / (highX - lowX + 2 * pad) * (width - edge.left - edge.right);
     const y = (value) => height - edge.bottom - (value - lowY) / (highY * 1.03 - lowY) * (height - edge.top - edge.bottom);
-    for (const value of ticks(lowY, highY, 7)) {
+    for (const value of marks) {
       chart.append(element("line", { class: "grid", x1: edge.left, x2: width - edge.right, y1: y(value), y2: y(value) }),
         element("text", { x: edge.left - 8, y: y(value) + 4, "text-anchor": "end" }, String(value)));
     }
@@ -150,13 +163,15 @@
     const spread = Math.min(5, 26 / Math.max(1, series.length));
     const dots = document.createDocumentFragment();
     series.forEach((group, index) => {
-      const shift = (index - (series.length - 1) / 2) * spread;
-      const path = group.points.map((point, i) => `${i ? "L" : "M"}${x(point.x) + shift},${y(point.y)}`).join("");
+      // plain decoding is one token a round in every setting: there the lines meet
+      const shift = (point) => view === "depth" && point.x === 0 ? 0 : (index - (series.length - 1) / 2) * spread;
+      const path = group.points.map((point, i) => `${i ? "L" : "M"}${x(point.x) + shift(point)},${y(point.y)}`).join("");
       chart.append(element("path", { class: "series", d: path, stroke: colour(group.policy), "stroke-dasharray": dash(group.weights) }));
       for (const point of group.points) {
-        const dot = element("path", { class: "dot", d: shape(group.policy, 4.6), fill: colour(group.policy),
-          transform: `translate(${x(point.x) + shift},${y(point.y)})` });
-        const at = points.push({ ...point, group, index, dot, px: x(point.x) + shift, py: y(point.y) }) - 1;
+        const look = doubtful(view, point) ? { class: "dot doubtful", style: `stroke:${colour(group.policy)}` } : { class: "dot", fill: colour(group.policy) };
+        const px = x(point.x) + shift(point), py = y(point.y);
+        const dot = element("path", { ...look, d: shape(group.weights, 4.6), transform: `translate(${px},${py})` });
+        const at = points.push({ ...point, group, index, dot, px, py }) - 1;
         dot.addEventListener("pointerenter", () => select(at));
         dots.append(dot);
       }
@@ -168,21 +183,27 @@
   }
 
   function summary(list, depth) {
-    const here = list.filter((row) => row.depth === depth).sort((a, b) => b.acceptance_length - a.acceptance_length);
+    const view = $("view").value, shares = { value: (row) => (row.per_position || [])[0], unit: "of rounds with draft 1 accepted", best: "most" };
+    const { value, unit, digits, best } = BY_DEPTH[view] || shares;
+    const told = (row) => BY_DEPTH[view] ? number(value(row), digits) : percent(value(row));
+    const here = list.filter((row) => row.depth === depth && value(row) != null && !(view === "speed" && row.odd_timing != null))
+      .sort((a, b) => value(b) - value(a));
     const failed = rows.filter((row) => row.error != null).length;
-    const best = here[0];
-    $("summary").textContent = (best
-      ? `At depth ${depth}, ${here.length} setting${here.length > 1 ? "s" : ""}: from ${number(here[here.length - 1].acceptance_length)} to ${number(best.acceptance_length)} tokens per round; most with ${clean(best.series)}.`
-      : `No rows at depth ${depth} for this choice.`) + (failed ? ` ${failed} rows failed and are left out.` : "");
+    const odd = view === "speed" ? list.filter((row) => row.odd_timing != null).length : 0;
+    const hidden = weights.length - shown.weights.size + policies.length - shown.policies.size;
+    $("summary").textContent = (here.length
+      ? `At depth ${depth}, ${here.length} setting${here.length > 1 ? "s" : ""}: from ${told(here[here.length - 1])} to ${told(here[0])} ${unit}; ${best} with ${clean(here[0].series)}.`
+      : `No rows at depth ${depth} for this choice.`)
+      + (odd ? ` ${odd} hollow points: rounds more than 3 times off the others' trend, the machine was busy.` : "")
+      + (failed ? ` ${failed} rows failed and are left out.` : "") + (hidden ? " Tick more above to add lines." : "");
   }
 
   const COLUMNS = [
-    ["Kept out of FP8", (row) => clean(row.weights_label)], ["KV cache", (row) => clean(row.policy_label)],
-    ["Depth", (row) => String(row.depth)], ["Tokens / round", (row) => number(row.acceptance_length, 3)],
+    ["Exclusions", (row) => clean(row.weights_label)], ["KV cache", (row) => clean(row.policy_label)],
+    ["Depth", (row) => String(row.depth)], ["Tokens / round", plusMinus],
     ["Accepted", (row) => row.drafted ? percent(row.accepted / row.drafted) : "–"], ["Draft 1", (row) => percent((row.per_position || [])[0])],
-    ["Tokens / s", (row) => number(row.tokens_per_second, 0)], ["Rounds", (row) => number(row.rounds, 0)], ["Tokens", (row) => number(row.tokens, 0)], ["KL (nats)", (row) => number(row.kl, 4)],
-    ["Top-1 agreement", (row) => percent(row.top1_agreement)], ["Perplexity", (row) => number(row.perplexity, 2)],
-    ["KV B/token", (row) => number(row.kv_bytes_per_token, 0)], ["Weights, MB", (row) => number((row.target_weight_bytes + row.draft_weight_bytes) / 1e6)],
+    ["Tokens / s", (row) => number(row.tokens_per_second, 0) + (row.odd_timing == null ? "" : " (busy)")], ["Rounds", (row) => number(row.rounds, 0)], ["Tokens", (row) => number(row.tokens, 0)],
+    ["KV B/token as deployed", (row) => number(row.kv_bytes_per_token, 0)], ["Weights, MB", (row) => number((row.target_weight_bytes + row.draft_weight_bytes) / 1e6)],
   ];
   function fillTable(list, depth) {
     const columns = COLUMNS.filter(([, read]) => list.some((row) => !["–", "NaN"].includes(read(row))));
@@ -207,13 +228,15 @@
     const { row } = point, view = $("view").value, title = document.createElement("b");
     title.textContent = clean(point.group.name);
     const text = BY_DEPTH[view]
-      ? `depth ${row.depth}: ${number(row.acceptance_length, 3)} tokens per round, ${row.accepted} of ${row.drafted} drafts accepted in ${row.rounds} rounds`
+      ? `depth ${row.depth}: ${plusMinus(row)} tokens per round, ${row.accepted} of ${row.drafted} drafts accepted in ${row.rounds} rounds`
         + (row.tokens_per_second == null ? "" : `; ${number(row.tokens_per_second, 0)} tokens per second`)
-      : `depth ${row.depth}, position ${point.x}: ${number(point.y, 1)} % of rounds`;
+        + (row.odd_timing == null ? "" : ` (not to be believed: its rounds took ${row.odd_timing.toPrecision(2)} times what the other rows' trend says)`)
+      : `depth ${row.depth}, position ${point.x}: ${number(point.y, 1)} % of ${reached(row, view, point.x)} rounds`
+        + (doubtful(view, point) ? ", too few to say more" : "");
     tip.replaceChildren(title, text);
     const box = $("stage").getBoundingClientRect(), size = tip.getBoundingClientRect();
     tip.style.left = Math.max(0, Math.min(point.px + 14, box.width - size.width - 4)) + "px";
-// lines rise with depth and fall with position: the label goes where they are not
+    // lines rise with depth and fall with position: the label goes where they are not
     const above = point.py - size.height - 12, below = point.py + 14;
     const fits = below + size.height < box.height - 44;
     tip.style.top = Math.max(0, (BY_DEPTH[view] && fits) || above < 0 ? below : above) + "px";
@@ -247,7 +270,7 @@
     if (!table) draw();
   });
   $("download").addEventListener("click", () => {
-    const own = new Set(["policy_label", "weights_label", "series"]);
+    const own = new Set(labels);
     const plain = rows.map((row) => Object.fromEntries(Object.entries(row).filter(([key]) => !own.has(key))));
     const link = document.createElement("a");
     link.href = URL.createObjectURL(new Blob([JSON.stringify(plain, null, 1)], { type: "application/json" }));

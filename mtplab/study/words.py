@@ -1,0 +1,33 @@
+"""How settings are called where people read them. Option values, rows and files keep their own names.
+
+`none` means two opposite things there: an exclusion set of none is everything in FP8, a cache policy of none is a cache
+that nothing quantises. Knows nothing of tables or figures.
+"""
+
+from __future__ import annotations
+
+import re
+
+__all__ = ["cache_words", "weights_words"]
+
+_DRAFT = re.compile(r"(?P<target>.*) \(draft: (?P<draft>.*)\)", re.DOTALL)
+
+
+def weights_words(label: str, model_format: str | None) -> str:
+    """An exclusion set's label (`ResultRow.exclude_label`) in words: `all FP8`, `all BF16`, `published`, globs.
+
+    "All" means every linear module. In a checkpoint that is stored in FP8 (`model_format` None), excluding nothing
+    leaves what is stored in BF16 as it is.
+    """
+    both = _DRAFT.fullmatch(label)
+    if both:
+        target, draft = (weights_words(part, model_format) for part in both.groups())
+        return f"{target} (draft: {draft})"
+    nothing = "all FP8" if model_format == "fp8" else "none (as stored)"
+    return {"*": "all BF16", "none": nothing}.get(label, label)
+
+
+def cache_words(policy: str, draft_policy: str | None = None) -> str:
+    """`int8`, `unquantised`, or both where the draft's cache differs: `int8 (draft unquantised)`."""
+    target, draft = ("unquantised" if name == "none" else name for name in (policy, draft_policy or policy))
+    return target if draft == target else f"{target} (draft {draft})"

@@ -29,7 +29,7 @@ def row(depth=2, policy="none", exclude="published", temperature=0.0, rounds=200
     }
     before = [rounds, *accepted_at]
     half = {**part, **_by_prompt(part, f"{policy} {exclude}")}
-    python = {key: value * 0.9 if key in _TENTH_LESS else value for key, value in part.items()}
+    python = {key: value * 0.9 if depth and key in _TENTH_LESS else value for key, value in part.items()}
     fields = {
         "schema": 1,
         "point": f"{exclude}-{policy}-{temperature}",

@@ -175,20 +175,31 @@ def _groups(x: torch.Tensor, group: int) -> torch.Tensor:
     return x.reshape(*x.shape[:-1], -1, group)
 
 
-def _activation_scale(groups: torch.Tensor) -> torch.Tensor:
-    return groups.abs().amax(-1, keepdim=True).clamp_min_(ACTIVATION_AMAX_FLOOR).div_(448.0)
+def _activation_scale(groups: torch.Tensor, top: float = 448.0) -> torch.Tensor:
+    return groups.abs().amax(-1, keepdim=True).clamp_min_(ACTIVATION_AMAX_FLOOR).div_(top)
 
 
-def quantize_activation(x: torch.Tensor, group: int = 128) -> tuple[torch.Tensor, torch.Tensor]:
-    """Dynamic E4M3 quantisation, per token and group of `group` columns, never over the batch.
+def quantize_activation(
+    x: torch.Tensor, group: int = 128, dtype: torch.dtype = torch.float8_e4m3fn, power_of_two: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Dynamic FP8 quantisation, per token and group of `group` columns, never over the batch.
 
-    Args: x [.., k], any float dtype, k at least 1.
-    Returns: codes [.., k] float8_e4m3fn, and float32 scales [.., ceil(k / g)] = max(amax, 1e-6) / 448.
+    Args:
+        x: [.., k], any float dtype, k at least 1.
+        dtype: of the codes.
+        power_of_two: round scales up to powers of two (UE8M0).
+
+    Returns: codes [.., k], and float32 scales [.., ceil(k / g)] = max(amax, 1e-6) / largest code. A NaN makes its whole
+    group NaN.
     """
-    groups = _groups(x, group)
-    scale = _activation_scale(groups)
-    codes = (groups / scale).flatten(-2)[..., : x.shape[-1]]
-    return codes.to(torch.float8_e4m3fn), scale.squeeze(-1)
+    groups, top = _groups(x, group), torch.finfo(dtype).max
+    scale = _activation_scale(groups, top)
+    if power_of_two:
+        bits = scale.view(torch.int32)
+        exponent = bits.bitwise_right_shift(23).add_(bits.bitwise_and(0x7FFFFF).ne(0))
+        scale = torch.where(scale.isfinite(), exponent.bitwise_left_shift(23).view(torch.float32), scale)
+    codes = (groups / scale).clamp_(-top, top).flatten(-2)[..., : x.shape[-1]]
+    return codes.to(dtype), scale.squeeze(-1)
 
 
 def round_activation(x: torch.Tensor, group: int = 128) -> torch.Tensor:

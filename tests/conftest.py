@@ -11,6 +11,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TRANSFORMERS_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# kernels run in Triton's interpreter, which is chosen when triton is first imported; only a test that asks for
+# `interpreted_kernels` uses any
+os.environ["TRITON_INTERPRET"] = "1"
 
 import ipaddress
 import random
@@ -139,3 +142,9 @@ def chromium() -> str:
             pytest.fail(what)
         pytest.skip(what)
     return path
+
+
+@pytest.fixture
+def interpreted_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Launchers take Triton's kernels on a CPU, in the interpreter."""
+    monkeypatch.setenv("MTPLAB_KERNELS", "triton")

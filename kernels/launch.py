@@ -1,0 +1,89 @@
+"""What every launcher shares: which implementation runs, and how a wrong argument is told.
+
+Knows no kernel. Nothing here needs a GPU.
+"""
+
+from __future__ import annotations
+
+import os
+from functools import cache
+
+import torch
+
+__all__ = ["CHOICES", "VARIABLE", "check", "chosen", "has_descriptors", "interpreted", "reason"]
+
+VARIABLE = "MTPLAB_KERNELS"
+CHOICES = ("auto", "triton", "reference")
+
+
+def chosen(device: torch.device) -> str:
+    """"triton" or "reference" for tensors on this device.
+
+    By default Triton's kernels on a GPU, the torch references on a CPU; the environment's MTPLAB_KERNELS forces one or
+    the other. Raises ValueError for another value, and for Triton on a CPU without its interpreter.
+    """
+    return _decide(device)[0]
+
+
+def reason(device: torch.device) -> str:
+    """Why `chosen` says what it says, in a few words."""
+    return _decide(device)[1]
+
+
+def _decide(device: torch.device) -> tuple[str, str]:
+    asked = os.environ.get(VARIABLE, "auto") or "auto"
+    if asked not in CHOICES:
+        raise ValueError(f"{VARIABLE} is {asked!r}; expected one of {', '.join(CHOICES)}")
+    if asked == "reference":
+        return "reference", f"{VARIABLE}=reference"
+    if device.type == "cpu":
+        if asked == "auto":
+            return "reference", "Triton compiles for GPUs only, and this is a CPU"
+        if not interpreted():
+            raise ValueError(
+                f"{VARIABLE}=triton on a CPU needs Triton's interpreter: set TRITON_INTERPRET=1 before Python starts"
+            )
+        return "triton", f"{VARIABLE}=triton, interpreted"
+    if not _has_triton():
+        if asked == "triton":
+            raise ValueError(f"{VARIABLE}=triton, but triton is not installed")
+        return "reference", "triton is not installed"
+    return "triton", "a GPU" if asked == "auto" else f"{VARIABLE}=triton"
+
+
+@cache
+def _has_triton() -> bool:
+    from importlib.util import find_spec
+
+    return find_spec("triton") is not None
+
+
+def interpreted() -> bool:
+    """Whether this process runs kernels in Triton's interpreter, which it then corrects (`interpreter.py`)."""
+    if not _has_triton() or os.environ.get("TRITON_INTERPRET") != "1":
+        return False
+    from mtplab.kernels.interpreter import correct
+
+    correct()
+    return True
+
+
+@cache
+def has_descriptors(device: torch.device) -> bool:
+    """Whether tensor descriptors are hardware there: NVIDIA from compute capability 9.0."""
+    return (
+        device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (9, 0)
+    )
+
+
+def check(name: str, x: torch.Tensor, shape: tuple[int | None, ...], dtypes: tuple[torch.dtype, ...]) -> None:
+    """Refuse a tensor of another rank, size (None: any) or dtype, with what was found and what was expected.
+
+    Raises ValueError; a launcher that is given garbage would read beyond it.
+    """
+    sizes = zip(x.shape, shape, strict=False)
+    if x.dim() != len(shape) or any(want is not None and have != want for have, want in sizes):
+        wanted = ", ".join("any" if size is None else str(size) for size in shape)
+        raise ValueError(f"{name} has shape {list(x.shape)}; expected [{wanted}]")
+    if x.dtype not in dtypes:
+        raise ValueError(f"{name} is {x.dtype}; expected {' or '.join(map(str, dtypes))}")

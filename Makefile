@@ -13,10 +13,10 @@ PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup
 STRIP := $(BIN)/nbstripout --extra-keys "metadata.papermill cell.metadata.papermill"
 
 .DEFAULT_GOAL := help
-.PHONY: help venv report test test-fast lab lint format bench pins clean distclean
+.PHONY: help venv report test test-fast lab lint format bench kernels-report pins clean distclean
 
 help: ## this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 venv: $(STAMP) ## make .venv from constraints.txt
 
@@ -42,6 +42,9 @@ format: $(STAMP) ## let ruff and nbstripout repair what they can
 
 bench: $(STAMP) ## speed against transformers, same weights and threads
 	$(BIN)/python -m mtplab.bench speed
+
+kernels-report: $(STAMP) ## compile every kernel for every GPU; writes kernels/README.md's table
+	env -u TRITON_INTERPRET $(BIN)/python -m mtplab.kernels.compile_report
 
 pins: ## write constraints.txt anew from a fresh environment: make pins PIN="torch==2.13.0 triton==3.7.1"
 	@test -n "$(PIN)" || { echo 'say what to hold fixed: make pins PIN="torch==2.13.0 triton==3.7.1"' >&2; exit 2; }

@@ -163,12 +163,23 @@ def test_break_even_draws_what_a_round_gives_and_takes():
     study[13] = study[13].model_copy(update={"seconds": study[13].seconds * 20})
     picture = break_even(study)
     axes = axes_of(picture)[0]
+    assert len(axes_of(picture)) == 1
     drawn = {line.get_label(): list(line.get_ydata()) for line in axes.get_lines()}
     assert drawn["takes: rounds at depth 0"] == pytest.approx([1 + 0.9 * k for k in range(9)])
     assert drawn["left out: 1 timings of a busy machine"]
     assert any(np.allclose(y, [r.acceptance_length for r in study[:9]]) for y in drawn.values() if len(y) == 9)
     assert f"depth 8 gives {study[8].acceptance_length:.2f} and takes 8.20" in picture.alt
     assert "1 timings that break the trend are left out" in picture.alt
+
+
+def test_break_even_at_another_batch_has_a_chart_of_its_own():
+    cheap = [r.model_copy(update={"n_prompts": 1, "seconds": r.rounds * (1 + 0.1 * r.depth)}) for r in timed()]
+    picture = break_even(timed(), other_batch=cheap)
+    first, second = axes_of(picture)
+    assert (first.get_title(loc="left"), second.get_title(loc="left")) == ("batch 4", "batch 1")
+    takes = next(list(line.get_ydata()) for line in second.get_lines() if str(line.get_label()).startswith("takes"))
+    assert takes == pytest.approx([1 + 0.1 * k for k in range(9)])
+    assert "batch 1: depth 0 gives 1.00 and takes 1.00" in picture.alt
 
 
 def test_break_even_without_plain_decoding_says_so():

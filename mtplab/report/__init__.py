@@ -24,6 +24,7 @@ _WHERE = {
     "Conclusion": "conclusion",
     "acceptance_table": "tables",
     "plan_summary": "tables",
+    "size_against": "tables",
     "NotebookProgress": "progress",
     "render_report": "html",
     "resolve_path": "paths",

@@ -75,7 +75,7 @@ class Conclusion:
         )
 
     def _time(self) -> str:
-        """What a round takes against what it gives: the depth that is fastest, on this machine at each batch."""
+        """What a round takes against what it gives, and the depths that are fastest, on this machine at each batch."""
         return " ".join(filter(None, (self._time_of(self.records), self._time_of(self._other_batch))))
 
     def _time_of(self, timed: list[Record]) -> str:
@@ -84,15 +84,18 @@ class Conclusion:
         speed = {d: r["acceptance_length"] / cost[d].ratio for d, r in line.items() if d in cost}
         if len(speed) < 2:
             return ""
-        deepest, best = max(speed), max(speed, key=speed.__getitem__)
-        said = ", ".join(f"{speed[d]:.2f} at {d}" for d in sorted(speed) if d)
-        verdict = f"here depth {best} pays" if best and speed[best] >= PAYS else "here no depth pays"
+        deepest, best = max(speed), max(speed.values())
+        # two runs differ by that much: what is as fast within it is named too
+        fast = [depth for depth in sorted(speed) if speed[depth] * PAYS > best]
         plain = [r["tokens_per_second"] for r in timed if r["depth"] == 0 and r["odd_timing"] is None]
-        fastest = f"Plain decoding gives {median(plain):.0f} tokens per second; fastest is depth {best}"
+        by_depth = ", ".join(f"{speed[depth]:.2f} at {depth}" for depth in sorted(speed) if depth)
+        settings = cost[deepest].settings
         return (
-            f"In time, on {_machine(timed[0])}: a round at depth {deepest} takes {cost[deepest].ratio:.1f} times "
-            "as long as one at depth 0, and would have to give as many tokens to break even; it gives "
-            f"{line[deepest]['acceptance_length']:.2f}. Speed against plain decoding: {said}. {fastest}: {verdict}."
+            f"On {_machine(timed[0])}, a round at depth {deepest} takes {cost[deepest].ratio:.1f} times as long as "
+            f"one at depth 0 ({f'median of {settings} settings' if settings > 1 else 'one setting'}): to break even it "
+            f"would have to give as many tokens, and it gives {line[deepest]['acceptance_length']:.2f}. Speed "
+            f"against plain decoding ({median(plain):.0f} tokens per second): {by_depth}. "
+            + ("Here no depth pays." if 0 in fast else f"Here depth {' or '.join(map(str, fast))} pays most.")
         )
 
     def _odd(self) -> str:
@@ -203,6 +206,8 @@ def _weights(record: Record) -> str:
     words = setting_words(record)
     whole = {"published": "the published exclusions", "all BF16": "everything in BF16", "all FP8": "everything in FP8"}
     whole["as stored"] = "the weights as stored"
+    if "(draft: " in words:
+        return words
     return whole.get(words, f"{record['weights_label']} kept out of FP8")
 
 

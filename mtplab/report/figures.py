@@ -102,7 +102,8 @@ def _shown(series: dict[str, list[Record]]) -> str:
     """What all lines have in common, for the title: two figures of one study must not be called the same."""
     records = [found[0] for found in series.values()]
     policies, weights = ({record[key] for record in records} for key in ("policy_label", "weights_label"))
-    parts = []
+    models = {plot_label(str(record.get("checkpoint") or ""), 30) for record in records}
+    parts = sorted(models) if len(models) == 1 and models != {""} else []
     if len(weights) == 1:
         parts.append(f"exclusions: {plot_label(weights.pop(), 30)}")
     if len(policies) == 1:
@@ -120,7 +121,8 @@ def acceptance_by_depth(rows: Any, temperature: float | None = None) -> Picture:
         temperature: which rows to draw; those at the lowest temperature when None.
     """
     series = group_series(at_temperature(as_records(rows), temperature))
-    title = f"Acceptance length by draft depth ({_shown(series)})"
+    # two lines: a legend beside a narrow chart must not meet its title
+    title = f"Acceptance length by draft depth\n{_shown(series)}"
     figure = new_figure(4.4)
     axes = figure.add_subplot()
     style_axes(
@@ -199,7 +201,7 @@ def acceptance_by_position(rows: Any, depth: int | None = None, temperature: flo
         axes.set_ylim(0, 102)
     fewest = [min(column) for column in zip(*(rounds_reaching(record) for record in found), strict=True)]
     right.set_xticks(range(1, chosen + 1), [f"{j}\n{n:.0f}" for j, n in enumerate(fewest, 1)])
-    right.set_xlabel("Draft position j; below it, rounds that got so far (the fewest)", fontsize=11)
+    right.set_xlabel("Position j, and fewest rounds that got so far", fontsize=11)
     signs.legend(figure)
     return Picture(figure, _position_alt(found, chosen))
 

@@ -115,10 +115,16 @@ def checkpoint_map(plan: Any) -> Picture:
     axes.tick_params(length=0, labelsize=9)
     axes.spines[:].set_visible(False)
     present = [name for name in DTYPE_COLOURS if any(_weight(module) == name for module in plan.modules)]
-    handles = [Patch(facecolor=DTYPE_COLOURS[name], label=f"{_BITS[name]} · {_NAMES[name]}") for name in present]
-    if any(module.activation == "fp8" for module in plan.modules):
-        handles.append(Patch(facecolor="none", label="8· activations rounded to FP8 too"))
-    figure.legend(handles=handles, loc="outside upper center", frameon=False, fontsize=10, ncols=len(handles))
+    named = []
+    for name in present:
+        if name == "fp8":
+            how = {module.activation == "fp8" for module in plan.modules if _weight(module) == name}
+            texts = {True: "8·  FP8, activations rounded too", False: "8  FP8, weights only"}
+            named += [(name, text) for rounded, text in texts.items() if rounded in how]
+        else:
+            named.append((name, f"{_BITS[name]}  {_NAMES[name]}"))
+    handles = [Patch(facecolor=DTYPE_COLOURS[name], label=text) for name, text in named]
+    figure.legend(handles=handles, loc="outside lower center", frameon=False, fontsize=10, ncols=len(handles))
     return Picture(figure, _map_alt(plan))
 
 

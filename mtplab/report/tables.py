@@ -11,7 +11,7 @@ from typing import Any
 from mtplab.report.rows import as_records, group_series
 from mtplab.report.text import escape, human_bytes
 
-__all__ = ["acceptance_table", "html_table", "plan_summary", "plan_table"]
+__all__ = ["acceptance_table", "html_table", "plan_summary", "plan_table", "size_against"]
 
 
 def html_table(
@@ -92,6 +92,16 @@ def plan_summary(plan: Any, caption: str = "Modules by part and by how they are 
     table = html_table(("Part", "Weight", "Activations", "Among them", "Modules", "Bytes"), body, caption, left=4)
     every = f"All {len(plan.modules)} modules, and the rule that decided each"
     return f"{table}<details><summary>{every}</summary>{plan_table(plan.modules)}</details>"
+
+
+def size_against(plan: Any, other: Any) -> str:
+    """A sentence: how many bytes of weights the plan holds, and what share of the other plan's that is."""
+    mine, theirs = plan.loaded_nbytes(), other.loaded_nbytes()
+    return (
+        f"<p>All weights as planned: {human_bytes(mine)}, {100 * mine / theirs:.0f} % of the {human_bytes(theirs)} of "
+        "the original. What is FP8 takes half of BF16 and a scale per block; what stays in BF16 "
+        "takes all of it.</p>"
+    )
 
 
 def plan_table(modules: Iterable[Any], caption: str = "", limit: int = 400) -> str:

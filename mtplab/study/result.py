@@ -55,6 +55,21 @@ class SweepResult:
     def __str__(self) -> str:
         return self.to_table()
 
+    def __add__(self, other: SweepResult) -> SweepResult:
+        """Both sweeps' rows as one study, in this order; counts, seconds and notes are added up."""
+        if not isinstance(other, SweepResult):
+            return NotImplemented
+        return SweepResult(
+            rows=[*self.rows, *other.rows],
+            computed=self.computed + other.computed,
+            reused=self.reused + other.reused,
+            seconds=self.seconds + other.seconds,
+            cancelled=self.cancelled or other.cancelled,
+            folder=self.folder if self.folder == other.folder else None,
+            notes=[*self.notes, *other.notes],
+            exact=self.exact and other.exact,
+        )
+
     def __len__(self) -> int:
         return len(self.rows)
 

@@ -10,6 +10,7 @@ import pytest
 
 from mtplab.report import Conclusion, RoundsView, SweepExplorer, acceptance_by_depth, checkpoint_map
 from mtplab.report.html import to_html
+from mtplab.study.interval import length_error
 from tests.browser.conftest import screenshot
 from tests.report_fakes import module, plan, row, rows
 
@@ -90,7 +91,7 @@ def test_every_line_is_drawn_and_choices_take_lines_away(explorer):
     assert explorer.lines == len(POLICIES) * len(EXCLUDES)
     explorer.frame.get_by_label("int8").uncheck()
     assert explorer.lines == 4
-    explorer.frame.get_by_label("* (all BF16)").uncheck()
+    explorer.frame.get_by_label("all BF16").uncheck()
     assert explorer.lines == 2
     explorer.frame.get_by_label("published", exact=True).uncheck()
     assert explorer.lines == 0 and "No rows" in explorer("#chart").text_content()
@@ -128,16 +129,53 @@ def test_temperature_domain_and_view(explorer, study):
     assert "Tokens per second" in explorer("#chart").text_content() and explorer("path.dot").count() == 6 * 9
     explorer("path.dot").first.hover()
     assert f"{row(depth=0).tokens_per_second:.0f} tokens per second" in explorer.tip
+    assert "tokens per second" in explorer.summary and "tokens per round" not in explorer.summary
+
+
+def test_numbers_stand_beside_the_name_of_their_axis_and_not_on_it(visit, study, tmp_path):
+    path = tmp_path / "fast.html"
+    fast = [each.model_copy(update={"tokens_per_second": 123456.0 + each.depth}) for each in study]
+    path.write_text(shown(SweepExplorer(fast)), encoding="utf-8")
+    watched = visit()
+    watched.page.goto(path.as_uri())
+    explorer = Explorer(watched.page)
+    for view in ("depth", "speed", "conditional"):
+        explorer("#view").select_option(view)
+        name = explorer("#chart text[transform]").bounding_box()
+        marks = [each.bounding_box() for each in explorer('#chart text[text-anchor="end"]').all()]
+        assert marks and all(mark["x"] >= name["x"] + name["width"] for mark in marks), view
+
+
+def test_more_lines_than_can_be_told_apart_start_with_the_first_exclusion_set(visit, tmp_path):
+    study = rows(depths=range(3), policies=("none", "int8", "int4", "fp8_e4m3"), excludes=("published", "*", "none"))
+    odd = [each.model_copy(update={"seconds": 40.0}) if at == 4 else each for at, each in enumerate(study)]
+    path = tmp_path / "many.html"
+    path.write_text(shown(SweepExplorer(odd)), encoding="utf-8")
+    watched = visit()
+    watched.page.goto(path.as_uri())
+    explorer = Explorer(watched.page)
+    assert explorer.lines == 4 and "Tick more above to add lines." in explorer.summary
+    assert len({each.get_attribute("d") for each in explorer("path.dot").all()}) == 1, "one marker: one exclusion set"
+    explorer.frame.get_by_label("all FP8").check()
+    assert explorer.lines == 8
+    assert len({each.get_attribute("d") for each in explorer("path.dot").all()}) == 2
+    # a machine that was busy: the point is hollow, the line above says so, and the tooltip how far off it is
+    explorer("#view").select_option("speed")
+    assert explorer("path.dot.doubtful").count() == 1
+    assert "1 hollow points" in explorer.summary and "the machine was busy" in explorer.summary
+    explorer("path.dot.doubtful").hover()
+    assert "not to be believed" in explorer.tip
+    assert watched.complaints() == []
 
 
 def test_hovering_a_point_shows_its_values(explorer):
-    for name in ("int8", "int4", "* (all BF16)"):
+    for name in ("int8", "int4", "all BF16"):
         explorer.frame.get_by_label(name).uncheck()
     assert explorer.tip == ""
     explorer("path.dot").nth(3).hover()
     there = row(depth=3)
-    assert "published · none cache" in explorer.tip
-    assert f"depth 3: {there.acceptance_length:.3f} tokens per round" in explorer.tip
+    assert "published · unquantised cache" in explorer.tip
+    assert f"depth 3: {there.acceptance_length:.2f} ± {length_error(there):.2f} tokens per round" in explorer.tip
     assert f"{there.accepted} of {there.drafted} drafts accepted in {there.rounds} rounds" in explorer.tip
 
 
@@ -146,7 +184,8 @@ def test_the_table_holds_the_same_numbers(explorer):
     assert explorer("#table").is_visible() and not explorer("#chart").is_visible()
     assert explorer("tbody tr").count() == 6 * 9
     chosen = explorer("tr.chosen").first.inner_text()
-    assert f"{row(depth=8).acceptance_length:.3f}" in chosen
+    there = row(depth=8)
+    assert f"{there.acceptance_length:.2f} ± {length_error(there):.2f}" in chosen
     explorer.frame.get_by_label("int4").uncheck()
     assert explorer("tbody tr").count() == 4 * 9
     explorer.frame.get_by_role("button", name="Table").click()
@@ -182,10 +221,10 @@ def test_everything_works_from_the_keyboard(explorer):
     assert explorer("#depth-value").inner_text() == "6" and "At depth 6" in explorer.summary
     explorer("#chart").focus()
     keys.press("ArrowRight")
-    assert "depth 0: 1.000 tokens per round" in explorer.tip
+    assert "depth 0: 1.00 tokens per round" in explorer.tip
     keys.press("ArrowRight")
     keys.press("ArrowRight")
-    assert "published · none cache" in explorer.tip and "depth 2" in explorer.tip
+    assert "published · unquantised cache" in explorer.tip and "depth 2" in explorer.tip
     before = explorer.tip
     keys.press("ArrowDown")
     assert explorer.tip != before and "depth 2" in explorer.tip
@@ -273,7 +312,7 @@ def test_hostile_text_is_shown_and_not_obeyed(visit, tmp_path):
     watched.page.goto(path.as_uri())
     explorer = Explorer(watched.page)
     assert explorer("#weights label").first.inner_text().startswith("</script><script>document.title")
-    explorer("path.dot").first.hover()
+    explorer("path.dot").nth(1).hover()  # at depth 0 all lines meet
     assert "<img src=x" in explorer.tip
     explorer.frame.get_by_label("Domain").select_option(index=1)
     explorer("#toggle").click()

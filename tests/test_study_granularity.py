@@ -36,6 +36,7 @@ def test_finer_is_no_worse_where_channels_differ():
     weight = W * 2.0 ** torch.linspace(-24, 0, 300)
     errors = {e.granularity: e for e in matrix_errors(weight)}
     assert errors["tensor"].worst_column == errors["channel"].worst_column == 1 > 0.1 > errors["1×128"].worst_column
+    assert errors["tensor"].damaged_columns > 0.2 > errors["128×128"].damaged_columns == 0
     assert errors["tensor"].flushed > 0.1 > 0.001 > errors["128×128"].flushed >= errors["1×128"].flushed
     assert errors["tensor"].scale_bytes == 4 / W.numel() and errors["1×128"].scale_bytes == 200 * 3 * 4 / W.numel()
 

@@ -13,9 +13,10 @@ from torch import Tensor
 
 from mtplab.errors import ConfigError
 
-__all__ = ["GRANULARITIES", "MatrixError", "matrix_errors", "rounded", "with_outliers"]
+__all__ = ["DAMAGE", "GRANULARITIES", "MatrixError", "matrix_errors", "rounded", "with_outliers"]
 
 TOP = 448.0
+DAMAGE = 0.1  # four times what a column in range loses
 #: name → (rows, columns) of the block that shares a scale, None for all of them
 GRANULARITIES: dict[str, tuple[int | None, int | None]] = {
     "tensor": (None, None),
@@ -29,15 +30,17 @@ GRANULARITIES: dict[str, tuple[int | None, int | None]] = {
 class MatrixError:
     """One matrix in E4M3 under one granularity.
 
-    relative: ‖w − ŵ‖ / ‖w‖ (Frobenius). worst_row: the largest such ratio of a row. worst_column: of a column. flushed:
-    share of values not zero that became zero. product: ‖x(w − ŵ)ᵀ‖ / ‖xwᵀ‖ for the given x, None without one.
-    scale_bytes: float32 scales, as a share of the codes' bytes.
+    relative: ‖w − ŵ‖ / ‖w‖ (Frobenius). worst_row: the largest such ratio of a row; worst_column: of a column.
+    damaged_columns: share of columns whose ratio is over DAMAGE. flushed: share of values not zero that became zero.
+    product: ‖x(w − ŵ)ᵀ‖ / ‖xwᵀ‖ for the given x, None without one. scale_bytes: float32 scales, as a share of the
+    codes' bytes.
     """
 
     granularity: str
     relative: float
     worst_row: float
     worst_column: float
+    damaged_columns: float
     flushed: float
     product: float | None
     scale_bytes: float
@@ -71,8 +74,9 @@ def matrix_errors(weight: Tensor, x: Tensor | None = None) -> list[MatrixError]:
             MatrixError(
                 name,
                 _ratio(lost, weight),
-                _worst(lost, weight, dim=1),
-                _worst(lost, weight, dim=0),
+                float(_ratios(lost, weight, dim=1).max()),
+                float(_ratios(lost, weight, dim=0).max()),
+                float((_ratios(lost, weight, dim=0) > DAMAGE).float().mean()),
                 float(((back == 0) & (weight != 0)).sum() / max(1, int((weight != 0).sum()))),
                 None if x is None else _ratio(x.float() @ lost.t(), x.float() @ weight.t()),
                 4 * -(-n // bm) * -(-k // bn) / (n * k),
@@ -104,6 +108,6 @@ def _ratio(part: Tensor, whole: Tensor) -> float:
     return float(part.double().norm()) / size if size else 0.0
 
 
-def _worst(part: Tensor, whole: Tensor, dim: int) -> float:
+def _ratios(part: Tensor, whole: Tensor, dim: int) -> Tensor:
     sizes = whole.norm(dim=dim)
-    return float((part.norm(dim=dim) / sizes.masked_fill(sizes == 0, 1.0)).max())
+    return part.norm(dim=dim) / sizes.masked_fill(sizes == 0, 1.0)

@@ -1,0 +1,113 @@
+"""The GEMM panel: one matrix of a checkpoint, spoilt at will, in FP8 by granularity; one shape under a GPU's roof.
+
+Reads one tensor at a time; the arithmetic is `mtplab.study.granularity`'s and `roofline`'s.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+import ipywidgets as widgets
+
+from mtplab.errors import MtplabError
+from mtplab.report.gemm_figures import granularity_errors, roofline
+from mtplab.report.panels import Panel, Progress
+from mtplab.report.tables import html_table
+from mtplab.report.text import plain
+from mtplab.study.gpus import GPUS, SHAPES, gpu
+from mtplab.study.granularity import GRANULARITIES, matrix_errors, with_outliers
+
+__all__ = ["GemmPanel"]
+
+_LABEL = {"description_width": "150px"}
+_WIDE = {"width": "min(520px, 98%)"}
+MEASURES = {
+    "the whole matrix": "relative",
+    "its worst row": "worst_row",
+    "its worst column": "worst_column",
+    "columns damaged": "damaged_columns",
+    "values that become zero": "flushed",
+}
+
+
+class GemmPanel(Panel):
+    """What FP8 costs a matrix, and what a GPU allows its product; shown at once, and anew after every choice.
+
+    Args:
+        checkpoint: a path, or a checkpoint that `mtplab.open_checkpoint` gave.
+    """
+
+    title = "FP8 matrix and product"
+    run_label = "Show"
+
+    def __init__(self, checkpoint: Any):
+        if not callable(getattr(checkpoint, "plan", None)):
+            from mtplab.checkpoint import open_checkpoint
+
+            checkpoint = open_checkpoint(checkpoint)
+        self.checkpoint = checkpoint
+        self._names = [m.name for m in checkpoint.plan().modules if m.kind == "linear" and len(m.shape) == 2]
+        self.roof = widgets.HTML()
+        super().__init__()
+        for widget in self._widgets.values():
+            widget.observe(lambda _: self._follow(), names="value")
+        self._follow()
+
+    def inputs(self) -> dict[str, widgets.Widget]:
+        def choice(label: str, options: Any, value: Any = None) -> widgets.Dropdown:
+            layout = widgets.Layout(**_WIDE)
+            return widgets.Dropdown(options=options, value=value, description=label, style=_LABEL, layout=layout)
+
+        def slider(label: str, low: int, high: int, value: int) -> widgets.IntSlider:
+            return widgets.IntSlider(
+                min=low, max=high, value=value, description=label, style=_LABEL, layout=widgets.Layout(**_WIDE),
+                continuous_update=False,
+            )  # fmt: skip
+
+        names = [(plain(name), name) for name in self._names]
+        shapes = [(str(shape), index) for index, shape in enumerate(SHAPES)]
+        return {
+            "module": choice("Matrix", names, self._names[0]),
+            "columns": slider("Outlier channels", 0, 64, 0),
+            "octaves": slider("Outliers × 2^", 0, 16, 8),
+            "measure": choice("Error of", list(MEASURES.items()), "relative"),
+            "gpu": choice("GPU", list(GPUS), "H200 SXM"),
+            "shape": choice("Product of a real model", shapes, 0),
+            "rows": choice("Rows m", [1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096], 16),
+        }
+
+    def layout(self) -> widgets.Widget:
+        w = self._widgets
+        matrix = [w["module"], w["columns"], w["octaves"], w["measure"], self.actions(), self.figure, self.table]
+        head = widgets.HTML(f"<b>{self.title}</b>")
+        return widgets.VBox([head, *matrix, w["gpu"], w["shape"], w["rows"], self.roof])
+
+    def work(self, config: Mapping[str, Any], progress: Progress, cancel: threading.Event) -> Any:
+        name = config["module"]
+        weight = self.checkpoint.dequantize(f"{name}.weight")
+        found = {"as stored": matrix_errors(weight)}
+        if config["columns"]:
+            spoilt = with_outliers(weight, min(config["columns"], weight.shape[1]), 2.0 ** config["octaves"])
+            found[f"{config['columns']} input channels × 2^{config['octaves']}"] = matrix_errors(spoilt)
+        return {"errors": found, "measure": config["measure"], "roof": (config["shape"], config["gpu"], config["rows"])}
+
+    def draw(self, result: Any) -> None:
+        self.show_picture(granularity_errors(result["errors"], result["measure"]))
+        rows = [
+            [label, error.granularity, f"{error.relative:.2%}", f"{error.worst_row:.2%}", f"{error.worst_column:.2%}",
+             f"{error.flushed:.2%}", f"{error.scale_bytes:.3%}"]
+            for label, errors in result["errors"].items()
+            for error in errors
+        ]  # fmt: skip
+        head = ["Matrix", "Scale for", "Error", "Worst row", "Worst column", "Became zero", "Scale bytes"]
+        self.table.value = html_table(head, rows, f"E4M3, {len(GRANULARITIES)} granularities")
+        index, name, m = result["roof"]
+        self.roof.value = roofline(SHAPES[index], gpu(name), m).to_html()
+
+    def _follow(self) -> None:
+        # a failure is already written into the panel; raising here would only reach the kernel's log
+        with contextlib.suppress(MtplabError):
+            self.run(block=True)

@@ -14,6 +14,7 @@ from typing import Annotated
 import typer
 
 from mtplab.cli_common import ReaderGone, note, warnings_as_notes
+from mtplab.cli_doctor import doctor
 from mtplab.cli_generate import generate
 from mtplab.cli_report import join_parameters, report
 from mtplab.cli_sweep import sweep
@@ -31,6 +32,7 @@ app = typer.Typer(
 app.command(short_help="Run prompts and see what was accepted.")(generate)
 app.command(short_help="Acceptance by depth, cache policy and exclusions; kept and read back.")(sweep)
 app.command(short_help="Execute a notebook, write it as one HTML file.")(report)
+app.command(short_help="What runs here: versions, devices, kernels or torch, and why.")(doctor)
 
 
 def _show_version(wanted: bool) -> None:

@@ -1,0 +1,99 @@
+"""`mtplab doctor`: what is installed, which devices there are, and which implementation each operation uses, and why.
+
+Runs no model. Knows the names of the operations that kernels exist for, and nothing of how they work.
+"""
+
+from __future__ import annotations
+
+import platform
+from typing import Annotated, Any
+
+import typer
+
+from mtplab.cli_common import print_json, say
+from mtplab.errors import ConfigError
+
+__all__ = ["OPERATIONS", "doctor", "examine"]
+
+# operation → the module under kernels/ that has a Triton kernel for it; None: torch on every device
+OPERATIONS: dict[str, str | None] = {
+    "activation quantisation": "quantize_jit",
+    "prompts through the gated delta rule (chunked)": None,
+    "norms, rotary embedding, gates, vocabulary head": None,
+}
+
+
+def doctor(as_json: Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")] = False) -> None:
+    """Say what runs here: versions, devices, and for each operation whether a Triton kernel or torch does it, and why.
+
+    MTPLAB_KERNELS=triton or reference forces one or the other; auto, the default, takes Triton's kernels on a GPU.
+
+    \b
+    Examples:
+      mtplab doctor
+      MTPLAB_KERNELS=reference mtplab doctor --json
+    """
+    found = examine()
+    if as_json:
+        print_json(found)
+        return
+    for name, value in found["versions"].items():
+        say(f"{name:14} {value or 'missing'}")
+    say(f"{'platform':14} {found['platform']}, {found['cores']} cores, {found['threads']} torch threads")
+    for device in found["devices"]:
+        say(f"{'device':14} {device['name']}: {device['implementation']}, because {device['reason']}")
+    for device in found["devices"]:
+        say(f"\noperations on {device['name']}")
+        width = max(map(len, device["operations"]))
+        for name, how in device["operations"].items():
+            say(f"  {name:{width}}  {how}")
+
+
+def examine() -> dict[str, Any]:
+    """What `doctor` prints, as plain data. Raises ConfigError for a MTPLAB_KERNELS that cannot be obeyed."""
+    import os
+
+    import torch
+
+    from mtplab.kernels.launch import VARIABLE, chosen, reason
+    from mtplab.study.provenance import version
+
+    devices = [torch.device("cpu"), *(torch.device("cuda", i) for i in range(torch.cuda.device_count()))]
+    found = []
+    for device in devices:
+        try:
+            implementation, why = chosen(device), reason(device)
+        except ValueError as problem:
+            raise ConfigError(str(problem)) from None
+        kernel = implementation == "triton"
+        found.append(
+            {
+                "name": _name(device),
+                "implementation": "Triton kernels" if kernel else "torch references",
+                "reason": why,
+                "operations": {
+                    name: "torch: there is no kernel for it"
+                    if module is None
+                    else ("Triton kernel" if kernel else "torch reference") + f" ({module.removesuffix('_jit')})"
+                    for name, module in OPERATIONS.items()
+                },
+            }
+        )
+    return {
+        "versions": {"python": platform.python_version()}
+        | {name: version(name) for name in ("mtplab", "torch", "triton", "numpy", "safetensors", "tokenizers")},
+        "platform": f"{platform.system()} {platform.machine()}",
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        VARIABLE: os.environ.get(VARIABLE, "auto"),
+        "devices": found,
+    }
+
+
+def _name(device: Any) -> str:
+    import torch
+
+    if device.type == "cpu":
+        return "cpu"
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"{device} ({torch.cuda.get_device_name(device)}, compute capability {major}.{minor})"

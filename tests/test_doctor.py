@@ -1,0 +1,63 @@
+"""`mtplab doctor`: every operation with a kernel is named, and the choice between kernel and torch with its reason."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from conftest import REPO
+from mtplab import ConfigError
+from mtplab.cli import main
+from mtplab.cli_doctor import OPERATIONS, examine
+from mtplab.kernels.launch import check, chosen, reason
+
+
+def test_every_kernel_is_an_operation():
+    assert {module for module in OPERATIONS.values() if module} == {p.stem for p in (REPO / "kernels").glob("*_jit.py")}
+
+
+def test_on_a_cpu_torch_computes(capsys, monkeypatch):
+    monkeypatch.delenv("MTPLAB_KERNELS", raising=False)
+    assert main(["doctor"]) == 0
+    said = capsys.readouterr().out
+    assert "cpu: torch references, because Triton compiles for GPUs only" in said
+    assert "there is no kernel for it" in said and torch.__version__ in said
+
+
+@pytest.mark.parametrize("choice, expected", [("reference", "torch references"), ("triton", "Triton kernels")])
+def test_the_choice_can_be_forced(capsys, monkeypatch, choice, expected):
+    monkeypatch.setenv("MTPLAB_KERNELS", choice)
+    assert main(["doctor", "--json"]) == 0
+    device = json.loads(capsys.readouterr().out)["devices"][0]
+    assert device["implementation"] == expected and f"MTPLAB_KERNELS={choice}" in device["reason"]
+
+
+def test_a_choice_that_is_none(capsys, monkeypatch):
+    monkeypatch.setenv("MTPLAB_KERNELS", "fast")
+    assert main(["doctor"]) == 2
+    assert "MTPLAB_KERNELS is 'fast'; expected one of auto, triton, reference" in capsys.readouterr().err
+    with pytest.raises(ConfigError):
+        examine()
+
+
+def test_triton_on_a_cpu_needs_the_interpreter(monkeypatch):
+    monkeypatch.setenv("MTPLAB_KERNELS", "triton")
+    monkeypatch.delenv("TRITON_INTERPRET")
+    with pytest.raises(ValueError, match="set TRITON_INTERPRET=1 before Python starts"):
+        chosen(torch.device("cpu"))
+
+
+def test_a_gpu_gets_kernels_unless_told_otherwise(monkeypatch):
+    monkeypatch.delenv("MTPLAB_KERNELS", raising=False)
+    assert (chosen(torch.device("cuda")), reason(torch.device("cuda"))) == ("triton", "a GPU")
+    monkeypatch.setenv("MTPLAB_KERNELS", "reference")
+    assert chosen(torch.device("cuda")) == "reference"
+
+
+def test_a_launcher_names_what_it_was_given():
+    with pytest.raises(ValueError, match=r"w has shape \[2, 3\]; expected \[any, 4\]"):
+        check("w", torch.ones(2, 3), (None, 4), (torch.float32,))
+    with pytest.raises(ValueError, match="w is torch.int64; expected torch.float32 or torch.bfloat16"):
+        check("w", torch.ones(2, dtype=torch.int64), (2,), (torch.float32, torch.bfloat16))

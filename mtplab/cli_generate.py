@@ -20,6 +20,7 @@ from mtplab.cli_common import (
     TopP,
     emit,
     exclusion,
+    note,
     path_of,
     print_json,
     say,
@@ -88,7 +89,7 @@ def generate(
     """
     from mtplab.checkpoint import open_checkpoint
     from mtplab.errors import ConfigError
-    from mtplab.study.grid import weight_format
+    from mtplab.study.grid import exclusion_remark, weight_format
     from mtplab.study.prompts import load_prompts
 
     if not prompt and prompts is None:
@@ -130,6 +131,9 @@ def generate(
             on_round=follow,
         )
     document = _document(path, model, given, generation)
+    remark = exclusion_remark(model.checkpoint, model.plan, kept)
+    if remark:
+        note(remark)
     if as_json:
         print_json(document)
     else:
@@ -175,6 +179,8 @@ def _acceptance(stats: Any) -> dict[str, Any]:
 
 def _print(document: dict[str, Any]) -> None:
     from mtplab.report.text import human_bytes, plain
+    from mtplab.study.hint import faint_draft
+    from mtplab.study.words import cache_words
 
     for number, item in enumerate(document["prompts"], start=1):
         say(f"── prompt {number} of {len(document['prompts'])}, {len(item['tokens'])} tokens ──")
@@ -191,13 +197,16 @@ def _print(document: dict[str, Any]) -> None:
     if found["per_position"]:
         say("  all up to draft j  " + _by_position(found["per_position"]))
         say("  draft j given 1…j-1 " + _by_position(found["conditional"]))
+    hint = faint_draft(found["per_position"], found["rounds"])
+    if hint:
+        say(f"  {hint}")
     say(
-        f"weights: target {human_bytes(memory['target_weight_bytes'])}, "
+        f"weights: target with embedding and head {human_bytes(memory['target_weight_bytes'])}, "
         f"draft {human_bytes(memory['draft_weight_bytes'])}"
     )
     say(
-        f"cache: {memory['quant_policy']} {memory['kv_bytes_per_token']} B a token, "
-        f"draft {memory['draft_quant_policy']} {memory['draft_kv_bytes_per_token']} B a token, "
+        f"KV cache as deployed: {cache_words(memory['quant_policy'])} {memory['kv_bytes_per_token']} B a token, "
+        f"draft {cache_words(memory['draft_quant_policy'])} {memory['draft_kv_bytes_per_token']} B a token, "
         f"recurrent state {human_bytes(memory['state_bytes'])} a sequence"
     )
     say("  bytes a token by layer, the draft's last: " + " ".join(map(str, memory["layers"])))

@@ -8,15 +8,16 @@ from __future__ import annotations
 import ast
 import json
 import sys
+import time
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from mtplab.cli_common import path_of, print_json, say
+from mtplab.cli_common import note, path_of, print_json, say
 from mtplab.errors import ConfigError
 
-__all__ = ["join_parameters", "report"]
+__all__ = ["Lines", "join_parameters", "report"]
 
 _FLAGS = ("-p", "--parameter")
 
@@ -57,12 +58,30 @@ def report(
     from mtplab.report import render_report
 
     # its own bar, if there is somebody to look at it
-    quiet = None if sys.stderr.isatty() else lambda *step: None
-    page = render_report(notebook, parameters, output, execution_timeout=execution_timeout, on_progress=quiet)
+    follow = None if sys.stderr.isatty() else Lines()
+    page = render_report(notebook, parameters, output, execution_timeout=execution_timeout, on_progress=follow)
     if as_json:
         print_json({"report": str(page), "parameters": parameters})
     else:
         say(page)
+
+
+class Lines:
+    """A line on stderr for each part of the notebook as it begins, and every `every` seconds within a long one."""
+
+    def __init__(self, every: float = 15.0):
+        self._every = every
+        self._part = ""
+        self._told = float("-inf")
+
+    def __call__(self, done: float, total: float, label: str) -> None:
+        now, cell = time.monotonic(), int(done)
+        begins = done == cell and label != self._part
+        if begins or now - self._told >= self._every:
+            note(f"cell {min(cell + 1, int(total))} of {int(total)} · {label}")
+            self._told = now
+        if begins:
+            self._part = label
 
 
 def join_parameters(arguments: list[str]) -> list[str]:

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -35,7 +36,7 @@ from mtplab.cli_common import (
     say,
 )
 
-__all__ = ["sweep"]
+__all__ = ["PointLines", "sweep"]
 
 
 def sweep(
@@ -114,7 +115,7 @@ def sweep(
     Examples:
       mtplab sweep data/tiny-qwen3_5 --depths 0-8 --quant-policy none,int8,fp8
       mtplab sweep data/tiny-qwen3_5 --exclude published --exclude none --exclude 'mtp.*' --depths 1,3,5
-      mtplab sweep data/tiny-qwen3_5-fp8 --temperature 0,0.7 --domain code --limit 4 --max-new-tokens 32
+      mtplab sweep data/tiny-qwen3_5-fp8 --temperature 0,0.7 --domain python --limit 4 --max-new-tokens 32
       mtplab sweep data/tiny-qwen3_5 --depths 0-8 --limit 6 --by-domain
       mtplab sweep data/tiny-qwen3_5 --quant-policy int4 --draft-quant-policy none,int4 --json > rows.json
 
@@ -123,6 +124,10 @@ def sweep(
     from mtplab.study import sweep as run
 
     with _stop_on_interrupt() as cancel, _bar() as follow:
+        on_row = None
+        if follow is None:  # nobody looks at a bar: a line for each finished point instead
+            lines = PointLines(len(depth_list(depths)))
+            on_row, follow = lines.row, lines.step
         result = run(
             path,
             prompts=prompts,
@@ -142,6 +147,7 @@ def sweep(
             device=device,
             exact=exact,
             results=results,
+            on_row=on_row,
             on_progress=follow,
             cancel=cancel,
         )
@@ -183,6 +189,32 @@ def _stop_on_interrupt() -> Iterator[threading.Event]:
         yield cancel
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+class PointLines:
+    """A line on stderr for each point that was computed, as soon as its last depth is there or it has failed."""
+
+    def __init__(self, depths: int):
+        self.depths = depths
+        self._rows: dict[str, int] = {}
+        self._finished = ""
+        self._computed = 0
+
+    def row(self, row: Any) -> None:
+        """For `sweep(on_row=…)`, which is called before the step that counts the row."""
+        from mtplab.study.words import cache_words, weights_words
+
+        self._rows[row.point] = self._rows.get(row.point, 0) + 1
+        if self._rows[row.point] == self.depths or row.error is not None:
+            words = f"{weights_words(row.exclude_label, row.model_format)} · {cache_words(row.quant_policy)}"
+            self._finished = words + (" failed" if row.error is not None else "")
+
+    def step(self, progress: Any) -> None:
+        """For `sweep(on_progress=…)`."""
+        if self._finished and progress.computed > self._computed:
+            note(f"{replace(progress, current='')} · finished: {self._finished}")
+        if self._finished or progress.computed > self._computed:
+            self._finished, self._computed = "", progress.computed
 
 
 @contextmanager

@@ -10,6 +10,7 @@ import torch
 
 from mtplab.checkpoint import Plan, open_checkpoint
 from mtplab.errors import CheckpointError, ConfigError
+from mtplab.models import load_model
 from tests.checkpoint_builders import (
     CHECKPOINTS,
     E4M3,
@@ -330,12 +331,41 @@ def test_names_are_escaped_and_long_plans_are_cut(tmp_path: Path) -> None:
     assert "<script" not in html and "&lt;script&gt;" in html
     assert "\x1b" not in html and "\x1b" not in text
     assert text.count("\n") < 410 and "and 50 modules more" in text and "50 modules more" in html
-    assert open_checkpoint(tmp_path / "x").plan(exclude=["<script>*"]).modules
+    assert open_checkpoint(tmp_path / "x").plan(exclude=["<script>*"], model_format="fp8").modules
 
 
 def test_a_warning_reaches_both(tmp_path: Path) -> None:
     plan = open_checkpoint(qwen_fp8(tmp_path / "x", modules_to_not_convert=["<b>nothing</b>"])).plan()
     assert "warning: " in str(plan) and "<b>" not in plan._repr_html_()
+
+
+def test_bytes_are_those_of_a_run_and_stored_ones_are_named_so(tmp_path: Path) -> None:
+    plan = open_checkpoint(bf16(tmp_path / "x")).plan(exclude="none", model_format="fp8")
+    header, *lines = str(plan).splitlines()
+    assert header.split()[-4:-1] == ["bytes", "stored", "bytes"]
+    up = plan.by_name["model.layers.0.mlp.up_proj"]
+    line = next(line for line in lines if line.startswith(up.name + " "))
+    assert f"{up.loaded_nbytes:,}  " in line and f"  {up.nbytes:,}  " in line
+    assert f"{plan.loaded_nbytes():,} bytes as planned (" in str(plan) and f"{plan.nbytes():,} as stored" in str(plan)
+
+
+def test_a_plan_in_a_line(tmp_path: Path) -> None:
+    plan = open_checkpoint(bf16(tmp_path / "x")).plan(exclude="none", model_format="fp8")
+    fp8 = sum(module.weight == "fp8" for module in plan.modules)
+    start = f"Plan({len(plan.modules)} modules, {fp8} in FP8, {plan.loaded_nbytes():,} bytes as planned"
+    assert repr(plan).startswith(start) and len(repr(plan)) < 120 and "\n" not in repr(plan)
+    warned = open_checkpoint(qwen_fp8(tmp_path / "y", modules_to_not_convert=["nothing"])).plan()
+    assert repr(warned).endswith(f", {len(warned.warnings)} warning)")
+
+
+@pytest.mark.parametrize("setting", [{"exclude": "none"}, {"exclude": ["mtp.*"]}, {"draft_exclude": "none"}], ids=str)
+def test_excluding_where_nothing_is_fp8_is_refused_by_the_plan_and_by_loading(bundled: Path, setting: dict) -> None:
+    """`none` would not mean all FP8 there, and a list would keep nothing out: said alike in both places."""
+    for ask in (open_checkpoint(bundled).plan, lambda **how: load_model(bundled, **how)):
+        with pytest.raises(ConfigError, match="not quantised and nothing would be kept from FP8.*model_format='fp8'"):
+            ask(**setting)
+        ask(**setting, model_format="fp8")
+    assert open_checkpoint(bundled).plan(exclude="published").modules
 
 
 # size

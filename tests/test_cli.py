@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from importlib import import_module
 
 import pytest
 
@@ -47,34 +50,83 @@ def test_help_teaches(name, capsys):
     assert main([*name, "-h"]) == 0
 
 
-def test_every_example_in_the_help_parses(capsys, monkeypatch, repo):
-    """The options an example shows exist: each is run up to where the work would begin."""
-    monkeypatch.chdir(repo)
+class Reached(Exception):
+    """Everything an example asks for was checked; the work would begin here."""
 
-    class Reached(Exception):
-        pass
+
+@pytest.fixture
+def up_to_the_work(repo, tmp_path, monkeypatch):
+    """Runs a command line in a checkout of links, through all its checks: no weights are read, nothing is rendered."""
+    for name in ("data", "notebooks", "pyproject.toml"):
+        (tmp_path / name).symlink_to(repo / name)
+    monkeypatch.chdir(tmp_path)
 
     def stop(*arguments, **options):
         raise Reached
 
-    monkeypatch.setattr("mtplab.study.sweep", stop)
+    # the sweep's module hides behind its function
+    monkeypatch.setattr(import_module("mtplab.study.sweep"), "PointStore", stop)
     monkeypatch.setattr("mtplab.models.load_model", stop)
-    monkeypatch.setattr("mtplab.report.html.render_report", stop)
+    monkeypatch.setattr("papermill.execute_notebook", stop)
+
+    def run(line: str, capsys) -> None:
+        words = shlex.split(line.split(" > ")[0], comments=True)
+        assert words[0] == "mtplab"
+        code = main(words[1:])
+        err = capsys.readouterr().err
+        assert code == 1 and "Reached" in err, f"{line}\n{err}"
+
+    return run
+
+
+def test_every_example_in_the_help_is_accepted(up_to_the_work, capsys):
     examples = []
-    for name in ("generate", "sweep", "report"):
-        main([name, "--help"])
+    for name in ([], ["generate"], ["sweep"], ["report"]):
+        main([*name, "--help"])
         lines = capsys.readouterr().out.splitlines()
         examples += [line.strip() for line in lines if line.startswith("    mtplab ")]
-    assert len(examples) >= 10
+    examples = [line for line in examples if not line.endswith("--help")]
+    assert len(examples) >= 13
     for example in examples:
-        words = subprocess.run(
-            ["bash", "-c", 'for word in "$@"; do :; done; printf "%s\\0" ' + example.split(" > ")[0]],
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stdout.split("\0")[1:-1]
-        assert main(words) == 1, example
-        assert "Reached" in capsys.readouterr().err, example
+        up_to_the_work(example, capsys)
+
+
+def test_an_example_that_asks_for_what_is_not_there_is_found(up_to_the_work, capsys):
+    with pytest.raises(AssertionError, match="no domain 'code'"):
+        up_to_the_work("mtplab sweep data/tiny-qwen3_5 --domain code", capsys)
+    with pytest.raises(AssertionError, match="no parameter 'depht'"):
+        up_to_the_work("mtplab report notebooks/01_fp8_to_speculation.ipynb -p depht 3", capsys)
+
+
+PAGES = ("README.md", "CONTRIBUTING.md", "notebooks/README.md", "data/README.md")
+
+
+def commands_of(page: str) -> list[str]:
+    """Every mtplab command in a page's code, in blocks and in lines, broken lines joined."""
+    blocks = re.findall(r"^```\w*\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
+    prose = re.sub(r"^```.*?^```", "", page, flags=re.DOTALL | re.MULTILINE)
+    blocks += re.findall(r"^ {4}(.*)$", prose, re.MULTILINE)
+    found = [line for block in blocks for line in block.replace("\\\n", " ").splitlines()]
+    found += [" ".join(span.split()) for span in re.findall(r"`(mtplab [a-z]+ [^`]*)`", prose)]
+    return [line.strip() for line in found if line.strip().startswith("mtplab ")]
+
+
+def test_every_command_in_the_pages_is_accepted(repo, up_to_the_work, capsys):
+    """Paths that stand for a reader's own are put in; everything else must be as it is written."""
+    examples = [line for page in PAGES for line in commands_of((repo / page).read_text())]
+    examples = [line for line in examples if not line.endswith("--help")]
+    assert len(examples) >= 4
+    for example in examples:
+        up_to_the_work(example, capsys)
+
+
+@pytest.mark.slow
+def test_the_python_in_the_readme_runs(repo):
+    blocks = re.findall(r"^```python\n(.*?)^```", (repo / "README.md").read_text(), re.DOTALL | re.MULTILINE)
+    assert blocks
+    done = subprocess.run([sys.executable, "-c", "\n".join(blocks)], capture_output=True, text=True, cwd=repo)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
 
 
 def test_help_and_version_import_nothing_heavy():
@@ -214,9 +266,10 @@ def test_a_warning_is_one_line_without_source(command, bundled, tmp_path):
     command(*arguments)
     (point,) = tmp_path.glob("*.json")
     point.write_text("no json")
-    err = command(*arguments).stderr
-    assert err.startswith(f"mtplab: warning: {point}: not a readable result (") and err.count("\n") == 1
-    assert err.endswith(", to be computed again\n") and "warnings.warn" not in err
+    warned, finished = command(*arguments).stderr.splitlines()
+    assert warned.startswith(f"mtplab: warning: {point}: not a readable result (")
+    assert warned.endswith(", to be computed again") and "warnings.warn" not in warned
+    assert finished.startswith("mtplab: 1/1 rows, ")
 
 
 def test_unexpected_errors_can_be_looked_into(bundled, monkeypatch):
@@ -237,8 +290,9 @@ def test_generate_prints_text_acceptance_and_memory(bundled, capsys):
     assert "Once upon" in out
     assert re.search(r"acceptance length \d\.\d{3} · depth 2 · \d+ rounds · \d+ of \d+ drafts accepted", out)
     assert re.search(r"all up to draft j +1: [\d.]+ % +2: [\d.]+ %", out)
-    assert re.search(r"weights: target [\d.]+ MB, draft [\d.]+ MB", out)
-    assert re.search(r"cache: none \d+ B a token", out)
+    assert re.search(r"weights: target with embedding and head [\d.]+ MB, draft [\d.]+ MB", out)
+    assert re.search(r"KV cache as deployed: unquantised \d+ B a token", out)
+    assert "far below" not in out
 
 
 def test_generate_json_is_pure_and_says_what_ran(bundled, capsys):
@@ -266,6 +320,36 @@ def test_generate_without_a_round_has_nothing_to_divide_by(bundled, capsys):
     assert "acceptance length – · depth 2 · 0 rounds" in out
     assert "tokens/s" not in out
     assert re.search(r"all up to draft j +1: –  2: –\n +draft j given 1…j-1 1: –  2: –\n", out)
+
+
+def test_generate_notes_what_excluding_cannot_do_on_a_stored_fp8_checkpoint(bundled_fp8, capsys):
+    arguments = ["generate", str(bundled_fp8), "--prompt", "The", "--max-new-tokens", "3"]
+    assert main([*arguments, "--exclude", "*.down_proj", "--json"]) == 0
+    out, err = capsys.readouterr()
+    assert json.loads(out)["prompts"]
+    assert err.startswith("mtplab: the checkpoint is stored in FP8: ") and "start from the BF16 checkpoint" in err
+    assert main(arguments) == 0
+    assert capsys.readouterr().err == ""
+
+
+def test_generate_says_what_to_check_when_no_draft_is_right(bundled, tmp_path, capsys):
+    """A head whose fc has lost its order: the text is the target's all the same, only acceptance tells."""
+    broken = broken_head(bundled, tmp_path / "broken")
+    assert main(["generate", str(broken), "--prompt", "In the beginning", "--max-new-tokens", "96"]) == 0
+    out = capsys.readouterr().out
+    assert re.search(r"The first draft was right in [0-4]\.\d % of \d+ rounds, far below", out)
+    assert "compare_hidden" in out and "plan()" in out
+
+
+def broken_head(bundled, path):
+    from mtplab.checkpoint import open_checkpoint, write_safetensors
+
+    shutil.copytree(bundled, path)
+    source = open_checkpoint(bundled)
+    tensors = {name: source.read(name) for name in source.tensors}
+    tensors["mtp.fc.weight"] = tensors["mtp.fc.weight"].flip(1).contiguous()
+    write_safetensors(path / "model.safetensors", tensors, {"format": "pt"})
+    return path
 
 
 def test_generate_depths_agree(bundled, capsys):
@@ -313,17 +397,24 @@ SWEEP = ["--depths", "0-2", "--quant-policy", "none,int8", "--limit", "1", "--ma
 def test_sweep_prints_a_table_and_reads_it_back(command, bundled, tmp_path):
     arguments = ["sweep", bundled, *SWEEP, "--exclude", "published", "--exclude", "mtp.*", "--results", tmp_path]
     first, second = command(*arguments), command(*arguments)
-    assert first.stderr == second.stderr == ""  # no terminal, no bar
+    # no terminal, no bar: a line for each point that was computed, and none for what is read back
+    said = first.stderr.splitlines()
+    assert [line.split("finished: ")[1] for line in said] == [
+        f"{exclude} · {cache}" for exclude in ("published", "mtp.*") for cache in ("unquantised", "int8")
+    ]
+    assert said[1].startswith("mtplab: 6/12 rows, ") and second.stderr == ""
     table = first.stdout.split("\n\ncomputed")[0]
     assert "computed 12, read back 0" in first.stdout
     assert "computed 0, read back 12" in second.stdout
     assert second.stdout.split("\n\ncomputed")[0] == table
     lines = table.splitlines()
-    assert lines[2].split() == ["exclusions", "quant_policy", "d=0", "d=1", "d=2"]
-    assert [line.split()[:2] for line in lines[4:]] == [
-        [exclude, policy] for exclude in ("published", "mtp.*") for policy in ("none", "int8")
+    assert re.split(" {2,}", lines[2]) == ["exclusions", "KV cache", "d=0", "d=1", "d=2"]
+    assert [line.split()[:2] for line in lines[4:8]] == [
+        [exclude, cache] for exclude in ("published", "mtp.*") for cache in ("unquantised", "int8")
     ]
-    assert all(line.split()[2] == "1.000" for line in lines[4:])
+    assert all(line.split()[2] == "1.00" for line in lines[4:8])
+    assert re.fullmatch(r"\d\.\d\d ±\d\.\d\d", re.split(" {2,}", lines[4])[3])
+    assert "± is half a 95 % interval over prompts" in lines[8]
 
 
 def test_sweep_json_is_pure(command, bundled, tmp_path):
@@ -339,8 +430,12 @@ def test_a_failed_point_gives_code_1_and_the_table(bundled, tmp_path, capsys, mo
 
     monkeypatch.setattr("mtplab.models.load_model", load)
     assert main(["sweep", str(bundled), *SWEEP, "--results", str(tmp_path)]) == 1
-    out = capsys.readouterr().out
-    assert "failed: as stored · none · T 0 · depth 0: RuntimeError: no memory" in out
+    out, err = capsys.readouterr()
+    assert [line.split("finished: ")[1] for line in err.splitlines()] == [
+        "as stored · unquantised failed",
+        "as stored · int8 failed",
+    ]
+    assert "failed: as stored · unquantised · T 0 · depth 0: RuntimeError: no memory" in out
     assert "computed 2, read back 0, failed 2" in out
 
 
@@ -383,7 +478,8 @@ def test_a_reader_that_leaves_is_no_failure(repo, bundled, tmp_path):
         f"--results {tmp_path} | head -c 10; exit ${{PIPESTATUS[0]}}"
     )
     done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, cwd=repo, timeout=120)
-    assert (done.returncode, done.stderr) == (0, "")
+    assert done.returncode == 0
+    assert re.fullmatch(r"mtplab: 1/1 rows, .*", done.stderr.strip())
 
 
 def test_the_bar_follows_the_sweeps_own_estimate(monkeypatch, capsys):
@@ -426,13 +522,15 @@ def test_report_passes_what_it_was_given(monkeypatch, capsys, tmp_path):
     seen = {}
 
     def render(notebook, parameters, output, execution_timeout, on_progress):
-        on_progress(1, 2, "a cell")  # no terminal, nothing shown
+        for step in ((0, 3, "one"), (1, 3, "one"), (1.5, 3, "12 of 28"), (2, 3, "two"), (3, 3, "done")):
+            on_progress(*step)  # no terminal: each part once as it begins
         seen.update(notebook=str(notebook), parameters=parameters, timeout=execution_timeout)
         return tmp_path / "page.html"
 
     monkeypatch.setattr("mtplab.report.html.render_report", render)
     assert main(["report", "n.ipynb", "-p", "depths", "[0, 4]", "-p", "label", "x", "--execution-timeout", "9"]) == 0
     assert seen == {"notebook": "n.ipynb", "parameters": {"depths": [0, 4], "label": "x"}, "timeout": 9}
-    assert capsys.readouterr() == (f"{tmp_path / 'page.html'}\n", "")
+    begun = "".join(f"mtplab: cell {cell} of 3 · {part}\n" for cell, part in ((1, "one"), (3, "two"), (3, "done")))
+    assert capsys.readouterr() == (f"{tmp_path / 'page.html'}\n", begun)
     assert main(["report", "n.ipynb", "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == {"report": str(tmp_path / "page.html"), "parameters": {}}

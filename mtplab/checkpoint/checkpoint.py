@@ -191,7 +191,7 @@ class Checkpoint:
                 they are loaded. On an FP8 checkpoint it changes nothing, and the rule says so.
 
         Raises CheckpointError where headers show a weight to be unusable, ConfigError for a pattern that
-        covers no module.
+        covers no module, and for exclusions where nothing is FP8 (a BF16 checkpoint without `model_format`).
         """
         errors = [problem for problem in self.problems if problem.severity == "error"]
         if errors:

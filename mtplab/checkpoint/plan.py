@@ -55,9 +55,12 @@ class ModulePlan:
         return n * k + 4 * -(-n // bm) * -(-k // bn)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Plan:
-    """The modules of a checkpoint in reading order: embedding, target, head, draft, and what no run loads."""
+    """The modules of a checkpoint in reading order: embedding, target, head, draft, and what no run loads.
+
+    `warnings` are sentences on what the checkpoint says of itself and its tensors do not bear out.
+    """
 
     modules: tuple[ModulePlan, ...]
     model_format: str | None = None
@@ -79,6 +82,11 @@ class Plan:
         if part is not None and part not in _PART_ORDER:
             raise ConfigError(f"part={part!r}: expected one of {', '.join(_PART_ORDER)}, or None for all.")
         return (module for module in self.modules if part in (None, module.part))
+
+    def __repr__(self) -> str:
+        fp8 = sum(module.weight == "fp8" for module in self.modules)
+        warned = f", {len(self.warnings)} warning{'s' if len(self.warnings) > 1 else ''}" if self.warnings else ""
+        return f"Plan({len(self.modules)} modules, {fp8} in FP8, {self.loaded_nbytes():,} bytes as planned{warned})"
 
     def __str__(self) -> str:
         from mtplab.checkpoint.plan_table import as_text
@@ -104,8 +112,8 @@ def make_plan(
 ) -> Plan:
     """Decide every module. Settings as in `Checkpoint.plan`; pairs of weight and scale are taken as checked.
 
-    Raises ConfigError for an unknown setting or a pattern that covers no module, CheckpointError for a
-    pattern of the checkpoint's own list that cannot be run.
+    Raises ConfigError for an unknown setting, a pattern that covers no module or exclusions where nothing is FP8,
+    CheckpointError for a pattern of the checkpoint's own list that cannot be run.
     """
     if model_format not in MODEL_FORMATS:
         raise ConfigError(f"model_format={model_format!r}: expected None (as stored) or 'fp8'.")
@@ -117,6 +125,8 @@ def make_plan(
     target.check(list(grouped), "exclude")
     if draft_exclude is not None:
         draft.check(list(grouped), "draft_exclude")
+    if quantization is None and model_format is None:
+        _refuse_in_vain({"exclude": wanted, "draft_exclude": wanted_draft})
     decide = _Decision(pairing, quantization, model_format)
     drafts, reach = draft_prefixes(config), Reach(config)
     modules = []
@@ -128,6 +138,16 @@ def make_plan(
             modules.append(decide.unused(name, members, why))
     modules.sort(key=lambda module: (_PART_ORDER[module.part], _natural(module.name)))
     return Plan(tuple(modules), model_format, (*warnings, *decide.warnings(list(grouped))))
+
+
+def _refuse_in_vain(asked: Mapping[str, tuple[str, ...] | None]) -> None:
+    """An exclusion list with nothing to exclude from would quietly do nothing, and "none" would not mean all FP8."""
+    for option, items in asked.items():
+        if items not in (None, ("published",)):
+            raise ConfigError(
+                f"{option} is {list(items)}, but the checkpoint is not quantised and nothing would be kept from FP8: "
+                f"add model_format='fp8', or leave {option} out."
+            )
 
 
 def _group(tensors: Mapping[str, TensorInfo], pairing: Pairing) -> dict[str, list[TensorInfo]]:

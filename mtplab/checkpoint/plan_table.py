@@ -11,8 +11,9 @@ if TYPE_CHECKING:
 __all__ = ["as_html", "as_text"]
 
 MAX_ROWS = 400
-_COLUMNS = ("module", "part", "kind", "shape", "stored", "weight", "activation", "bytes", "rule")
-_RIGHT = {"bytes"}
+# bytes are those of a run; what is on disk is named so
+_COLUMNS = ("module", "part", "kind", "shape", "stored", "weight", "activation", "bytes", "stored bytes", "rule")
+_RIGHT = {"bytes", "stored bytes"}
 
 
 def _plain(text: str, limit: int = 200) -> str:
@@ -23,16 +24,18 @@ def _plain(text: str, limit: int = 200) -> str:
 def _cells(module: ModulePlan) -> tuple[str, ...]:
     shape = "x".join(map(str, module.shape)) or "scalar"
     texts = (module.name, module.part, module.kind, shape, module.stored, module.weight, module.activation)
-    return (*map(_plain, texts), f"{module.nbytes:,}", _plain(module.rule, 400))
+    return (*map(_plain, texts), f"{module.loaded_nbytes:,}", f"{module.nbytes:,}", _plain(module.rule, 400))
 
 
 def _summary(plan: Plan) -> str:
     fp8 = [module for module in plan.modules if module.weight == "fp8"]
-    parts = ("embedding", "target", "head", "draft", "unused")
-    sizes = ", ".join(f"{part} {plan.nbytes(part):,}" for part in parts if plan.nbytes(part))
-    loaded = plan.loaded_nbytes()
-    became = f"; {loaded:,} as planned" if loaded != plan.nbytes() else ""
-    return f"{len(plan.modules)} modules, {len(fp8)} in FP8; {plan.nbytes():,} bytes stored ({sizes}){became}"
+    parts = ("embedding", "target", "head", "draft")
+    sizes = ", ".join(f"{part} {plan.loaded_nbytes(part):,}" for part in parts if plan.loaded_nbytes(part))
+    unused = f", unused {plan.nbytes('unused'):,} of them" if plan.nbytes("unused") else ""
+    return (
+        f"{len(plan.modules)} modules, {len(fp8)} in FP8; {plan.loaded_nbytes():,} bytes as planned ({sizes}), "
+        f"{plan.nbytes():,} as stored{unused}"
+    )
 
 
 def as_text(plan: Plan) -> str:

@@ -216,7 +216,7 @@ def _kv_share(other: Record, base: Record) -> str:
     mine, theirs = _kv_bytes(other), _kv_bytes(base)
     if not mine or not theirs:
         return ""
-    said = f" for {100 * mine / theirs:.0f} % of the KV bytes a token"
+    said = f" for {100 * mine / theirs:.0f} % of the KV bytes as deployed"
     state = base.get("state_bytes") or 0
     if not state:
         return said

@@ -14,7 +14,7 @@ from matplotlib.patches import Patch, Rectangle
 from mtplab.report.figures import new_figure, style_axes
 from mtplab.report.palette import DTYPE_COLOURS, DTYPE_INK, INK, PAPER
 from mtplab.report.picture import Picture
-from mtplab.report.text import human_bytes, plot_label
+from mtplab.report.text import human_bytes, part_words, plot_label
 
 __all__ = ["bytes_by_part", "checkpoint_map"]
 
@@ -160,14 +160,14 @@ def bytes_by_part(plan: Any) -> Picture:
             axes.barh(y, size, left=left, color=DTYPE_COLOURS[name], height=0.62, edgecolor=PAPER, linewidth=1)
             left += size
         axes.text(left, y, f" {human_bytes(sum(sums[part].values()))}", va="center", fontsize=10, color=INK)
-    axes.set_yticks(range(len(parts)), parts)
+    axes.set_yticks(range(len(parts)), [part_words(part) for part in parts])
     axes.invert_yaxis()
     axes.margins(x=0.14)
     axes.set_xlim(left=0)
     handles = [Patch(facecolor=DTYPE_COLOURS[name], label=_NAMES[name]) for name in shown]
     figure.legend(handles=handles, loc="outside right upper", frameon=False, fontsize=10)
     said = "; ".join(
-        f"{part} {human_bytes(sum(sums[part].values()))} ("
+        f"{part_words(part)} {human_bytes(sum(sums[part].values()))} ("
         + ", ".join(
             f"{_NAMES[name].split()[0]} {human_bytes(sums[part][name])}" for name in shown if sums[part].get(name)
         )

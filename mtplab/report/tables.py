@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from mtplab.report.rows import as_records, group_series
-from mtplab.report.text import escape, human_bytes
+from mtplab.report.text import escape, human_bytes, part_words
 
 __all__ = ["acceptance_table", "html_table", "plan_summary", "plan_table", "size_against"]
 
@@ -88,7 +88,7 @@ def plan_summary(plan: Any, caption: str = "Modules by part and by how they are 
         shown = ", ".join(list(kinds)[:6]) + (", …" if len(kinds) > 6 else "")
         rounded = "FP8" if activation == "fp8" else "–"
         size = human_bytes(sum(getattr(module, "loaded_nbytes", module.nbytes) for module in found))
-        body.append((part, weight.upper(), rounded, shown, len(found), size))
+        body.append((part_words(part), weight.upper(), rounded, shown, len(found), size))
     table = html_table(("Part", "Weight", "Activations", "Among them", "Modules", "Bytes"), body, caption, left=4)
     every = f"All {len(plan.modules)} modules, and the rule that decided each"
     return f"{table}<details><summary>{every}</summary>{plan_table(plan.modules)}</details>"
@@ -105,7 +105,10 @@ def size_against(plan: Any, other: Any) -> str:
 
 
 def plan_table(modules: Iterable[Any], caption: str = "", limit: int = 400) -> str:
-    """Modules of a plan: name, how it is stored and held, whether activations are rounded, bytes and the rule."""
+    """Modules of a plan: how each is stored and held, whether activations are rounded, its bytes and the rule.
+
+    Bytes are those of a run, in the dtype that the plan gives; stored bytes those on disk.
+    """
     found = list(modules)
     body = [
         (
@@ -114,12 +117,13 @@ def plan_table(modules: Iterable[Any], caption: str = "", limit: int = 400) -> s
             module.stored,
             module.weight,
             module.activation,
+            human_bytes(module.loaded_nbytes),
             human_bytes(module.nbytes),
             module.rule,
         )
         for module in found[:limit]
     ]
     if len(found) > limit:
-        body.append((f"… and {len(found) - limit} more", "", "", "", "", "", ""))
-    head = ("Module", "Shape", "Stored", "Weight", "Activation", "Bytes", "Rule that decided")
+        body.append((f"… and {len(found) - limit} more", "", "", "", "", "", "", ""))
+    head = ("Module", "Shape", "Stored", "Weight", "Activation", "Bytes", "Stored bytes", "Rule that decided")
     return html_table(head, body, caption, height="32em")

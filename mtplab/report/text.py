@@ -12,7 +12,7 @@ import math
 import re
 from typing import Any
 
-__all__ = ["escape", "human_bytes", "json_island", "plain", "plot_label"]
+__all__ = ["escape", "human_bytes", "json_island", "part_words", "plain", "plot_label"]
 
 # C0 and C1 controls (terminal escapes live there) except tab and newline, and every sign that can turn
 # the reading direction of the text around it
@@ -58,6 +58,11 @@ def _finite(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_finite(item) for item in value]
     return value
+
+
+def part_words(part: str) -> str:
+    """A plan's part in words: its "target" is the layers alone, embedding and head stand beside it."""
+    return "target layers" if part == "target" else part
 
 
 def human_bytes(count: float | None) -> str:

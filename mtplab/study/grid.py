@@ -21,7 +21,15 @@ from mtplab.study.producer import Labels
 from mtplab.study.prompts import PromptSet, load_prompts, tokenizer_encoder
 from mtplab.study.worker import Unit, Variant
 
-__all__ = ["Settings", "build_units", "check_depths", "exclude_label", "prompt_sets", "weight_format"]
+__all__ = [
+    "Settings",
+    "build_units",
+    "check_depths",
+    "exclude_label",
+    "exclusion_remark",
+    "prompt_sets",
+    "weight_format",
+]
 
 AS_STORED = "as stored"
 PRESETS = ("published", "none")
@@ -118,7 +126,7 @@ def build_units(
         label = exclude_label(target_set, quantised)
         if draft_set is not None and draft_set != target_set:
             label += f" (draft: {exclude_label(draft_set, quantised)})"
-        remark = _remark(checkpoint, plan, target_set, draft_set)
+        remark = exclusion_remark(checkpoint, plan, target_set, draft_set)
         rounds = any(module.activation == "fp8" for module in plan.modules)
         for (prompts, ids), degree, policy in itertools.product(encoded, temperatures, policies):
             for draft_policy in draft_policies or [policy]:
@@ -210,7 +218,7 @@ def _variant(checkpoint: Any, engine: EngineConfig, exclude: Any, draft_exclude:
     return replace(variant, key=key), plan
 
 
-def _remark(checkpoint: Any, plan: Any, *exclusions: Any) -> str | None:
+def exclusion_remark(checkpoint: Any, plan: Any, *exclusions: Any) -> str | None:
     """What an exclusion set cannot do on a checkpoint that is FP8 already."""
     asked = any(exclusion not in (None, "published") for exclusion in exclusions)
     if not asked or checkpoint.quantization is None:

@@ -90,11 +90,12 @@ class ResultRow(_Frozen):
     `acceptance_length == tokens / rounds`; `per_position` (length = depth) is unconditional, `conditional`
     has None where no round got that far. Without rounds, lengths and shares are None. `target_weight_bytes`
     counts all that is not the draft's, embedding and head included, in the dtypes that the plan gives;
-    `kv_bytes_per_token` is summed over layers, `state_bytes` is the recurrent and convolution state of one
-    sequence. `seconds` is the wall time of the run without its prefill and `tokens_per_second` is `tokens /
-    seconds`. `kl` (nats), `top1_agreement` and `perplexity` are None unless measured. `output_hash` is the SHA-256
-    of the emitted ids: at temperature 0 it must not depend on the depth. `remark` is what a reader must know about
-    the settings. A row with an `error` carries no numbers.
+    `kv_bytes_per_token` is summed over layers, as deployed: a cache of `none` counts the checkpoint's dtype, though it
+    is held in the dtype that is computed in. `state_bytes` is the recurrent and convolution state of one sequence.
+    `seconds` is the wall time of the run without its prefill and `tokens_per_second` is `tokens / seconds`. `kl`
+    (nats), `top1_agreement` and `perplexity` have a place and are not measured yet: always None. `output_hash` is the
+    SHA-256 of the emitted ids: at temperature 0 it must not depend on the depth. `remark` is what a reader must know
+    about the settings. A row with an `error` carries no numbers.
     """
 
     schema_version: Literal[1] = Field(ROW_SCHEMA, alias="schema")

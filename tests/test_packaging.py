@@ -188,6 +188,7 @@ def test_the_sdist_carries_the_kernels_as_files(built):
 
 
 @pytest.mark.xdist_group("packaging")
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["direct", "through"])
 def test_an_installed_wheel_runs_away_from_the_checkout(built, how, tmp_path):
     """The kernels come from the installed package, and the console script's target is in it."""

@@ -12,11 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mtplab.kernels.fp8_reference import round_activation
 from mtplab.quant.block import ScaledTensor
 from mtplab.quant.products import Product, make_product
-
-ACTIVATION_GROUP = 128
 
 
 @dataclass(frozen=True)
@@ -30,9 +27,8 @@ class LinearWeight:
 
 @dataclass(frozen=True)
 class _Part:
-    """Members with the same treatment: one rounding (or none) and one product."""
+    """Members with the same treatment: one product, which rounds its input or does not."""
 
-    rounded: bool
     members: tuple[int, ...]
     sizes: tuple[int, ...]
     product: Product
@@ -53,14 +49,14 @@ class PackedLinear:
             chosen = tuple(i for i, w in enumerate(weights) if w.rounded is rounded)
             if chosen:
                 sizes = tuple(weights[i].value.shape[0] for i in chosen)
-                product = make_product([weights[i].value for i in chosen], dtype, device)
-                self._parts.append(_Part(rounded, chosen, sizes, product))
+                product = make_product([weights[i].value for i in chosen], dtype, device, rounded)
+                self._parts.append(_Part(chosen, sizes, product))
 
     def __call__(self, x: Tensor) -> tuple[Tensor, ...]:
         """x [m, k] → one tensor [m, n_i] per member."""
         if len(self._parts) == 1:  # every member alike: their order is the weight's
             (part,) = self._parts
-            out = part.product(_input(x, part.rounded))
+            out = part.product(x)
             # Tensor.split is a Python function that costs more than a small operator
             return torch.split_with_sizes(out, part.sizes, dim=-1) if len(part.sizes) > 1 else (out,)
         found = dict(self._outputs(x))
@@ -69,7 +65,7 @@ class PackedLinear:
     def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
         """residual [m, n] + the only member's product, in one operator."""
         (part,) = self._parts
-        return part.product.add_to(residual, _input(x, part.rounded))
+        return part.product.add_to(residual, x)
 
     def prepare_compiled(self) -> None:
         """Get ready for passes under torch.compile."""
@@ -85,10 +81,5 @@ class PackedLinear:
 
     def _outputs(self, x: Tensor) -> Iterator[tuple[int, Tensor]]:
         for part in self._parts:
-            out = part.product(_input(x, part.rounded))
+            out = part.product(x)
             yield from zip(part.members, out.split(part.sizes, dim=-1), strict=True)
-
-
-def _input(x: Tensor, rounded: bool) -> Tensor:
-    # the rounding is worked in float32 and comes back in the dtype of x
-    return round_activation(x, ACTIVATION_GROUP).to(x.dtype) if rounded else x

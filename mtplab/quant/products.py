@@ -12,8 +12,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mtplab.kernels.fp8_reference import round_activation
 from mtplab.quant.block import ScaledTensor
 from mtplab.quant.cpu_products import packed_product
+
+ACTIVATION_GROUP = 128
 
 
 class Product(Protocol):
@@ -30,6 +33,25 @@ class Product(Protocol):
 
     def prepare_compiled(self) -> None:
         """Get ready for passes under torch.compile."""
+
+
+class RoundedProduct:
+    """Another product of x rounded to FP8 (W8A8): E4M3, one scale a token and 128 values."""
+
+    def __init__(self, product: Product):
+        self._product = product
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self._product(_round(x))
+
+    def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
+        return self._product.add_to(residual, _round(x))
+
+    def dense(self) -> Tensor:
+        return self._product.dense()
+
+    def prepare_compiled(self) -> None:
+        self._product.prepare_compiled()
 
 
 class DenseProduct:
@@ -70,11 +92,23 @@ class Fp8Product:
         pass
 
 
-def make_product(weights: list[Tensor | ScaledTensor], dtype: torch.dtype, device: torch.device) -> Product:
-    """The product with these weights one below the other, computed in `dtype` on `device`."""
+def make_product(
+    weights: list[Tensor | ScaledTensor], dtype: torch.dtype, device: torch.device, rounded: bool = False
+) -> Product:
+    """The product with these weights one below the other, computed in `dtype` on `device`; `rounded`: x in FP8 too."""
+    product = _of_exact_inputs(weights, dtype, device)
+    return RoundedProduct(product) if rounded else product
+
+
+def _of_exact_inputs(weights: list[Tensor | ScaledTensor], dtype: torch.dtype, device: torch.device) -> Product:
     if device.type != "cpu" and all(isinstance(w, ScaledTensor) for w in weights):
         return Fp8Product([w.to(device) for w in weights], dtype)
     dense = [(w.dequantize(dtype) if isinstance(w, ScaledTensor) else w.to(dtype)).to(device) for w in weights]
     weight = torch.cat(dense) if len(dense) > 1 else dense[0]
     packed = packed_product(weight) if device.type == "cpu" and dtype == torch.float32 else None
     return packed or DenseProduct(weight)
+
+
+def _round(x: Tensor) -> Tensor:
+    # worked in float32, back in the dtype of x
+    return round_activation(x, ACTIVATION_GROUP).to(x.dtype)

@@ -5,17 +5,14 @@ from __future__ import annotations
 import json
 import os
 import re
-import shlex
-import shutil
 import signal
 import subprocess
 import sys
 import time
-from importlib import import_module
 
 import pytest
 
-from mtplab import cli_generate, cli_sweep
+from mtplab import cli_sweep
 from mtplab.cli import main
 from mtplab.cli_common import depth_list, exclusion, names, numbers
 from mtplab.cli_report import _value, join_parameters
@@ -48,85 +45,6 @@ def test_help_teaches(name, capsys):
     assert "Examples" in text
     assert len(re.findall(r"^    mtplab ", text, re.MULTILINE)) >= 3
     assert main([*name, "-h"]) == 0
-
-
-class Reached(Exception):
-    """Everything an example asks for was checked; the work would begin here."""
-
-
-@pytest.fixture
-def up_to_the_work(repo, tmp_path, monkeypatch):
-    """Runs a command line in a checkout of links, through all its checks: no weights are read, nothing is rendered."""
-    for name in ("data", "notebooks", "pyproject.toml"):
-        (tmp_path / name).symlink_to(repo / name)
-    monkeypatch.chdir(tmp_path)
-
-    def stop(*arguments, **options):
-        raise Reached
-
-    # the sweep's module hides behind its function
-    monkeypatch.setattr(import_module("mtplab.study.sweep"), "PointStore", stop)
-    monkeypatch.setattr("mtplab.models.load_model", stop)
-    monkeypatch.setattr("papermill.execute_notebook", stop)
-
-    def run(line: str, capsys) -> None:
-        words = shlex.split(line.split(" > ")[0], comments=True)
-        assert words[0] == "mtplab"
-        code = main(words[1:])
-        err = capsys.readouterr().err
-        assert code == 1 and "Reached" in err, f"{line}\n{err}"
-
-    return run
-
-
-def test_every_example_in_the_help_is_accepted(up_to_the_work, capsys):
-    examples = []
-    for name in ([], ["generate"], ["sweep"], ["report"]):
-        main([*name, "--help"])
-        lines = capsys.readouterr().out.splitlines()
-        examples += [line.strip() for line in lines if line.startswith("    mtplab ")]
-    examples = [line for line in examples if not line.endswith("--help")]
-    assert len(examples) >= 13
-    for example in examples:
-        up_to_the_work(example, capsys)
-
-
-def test_an_example_that_asks_for_what_is_not_there_is_found(up_to_the_work, capsys):
-    with pytest.raises(AssertionError, match="no domain 'code'"):
-        up_to_the_work("mtplab sweep data/tiny-qwen3_5 --domain code", capsys)
-    with pytest.raises(AssertionError, match="no parameter 'depht'"):
-        up_to_the_work("mtplab report notebooks/01_fp8_to_speculation.ipynb -p depht 3", capsys)
-
-
-PAGES = ("README.md", "CONTRIBUTING.md", "notebooks/README.md", "data/README.md")
-
-
-def commands_of(page: str) -> list[str]:
-    """Every mtplab command in a page's code, in blocks and in lines, broken lines joined."""
-    blocks = re.findall(r"^```\w*\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
-    prose = re.sub(r"^```.*?^```", "", page, flags=re.DOTALL | re.MULTILINE)
-    blocks += re.findall(r"^ {4}(.*)$", prose, re.MULTILINE)
-    found = [line for block in blocks for line in block.replace("\\\n", " ").splitlines()]
-    found += [" ".join(span.split()) for span in re.findall(r"`(mtplab [a-z]+ [^`]*)`", prose)]
-    return [line.strip() for line in found if line.strip().startswith("mtplab ")]
-
-
-def test_every_command_in_the_pages_is_accepted(repo, up_to_the_work, capsys):
-    """Paths that stand for a reader's own are put in; everything else must be as it is written."""
-    examples = [line for page in PAGES for line in commands_of((repo / page).read_text())]
-    examples = [line for line in examples if not line.endswith("--help")]
-    assert len(examples) >= 4
-    for example in examples:
-        up_to_the_work(example, capsys)
-
-
-@pytest.mark.slow
-def test_the_python_in_the_readme_runs(repo):
-    blocks = re.findall(r"^```python\n(.*?)^```", (repo / "README.md").read_text(), re.DOTALL | re.MULTILINE)
-    assert blocks
-    done = subprocess.run([sys.executable, "-c", "\n".join(blocks)], capture_output=True, text=True, cwd=repo)
-    assert done.returncode == 0, done.stderr
-    assert done.stderr == ""
 
 
 def test_help_and_version_import_nothing_heavy():
@@ -280,115 +198,6 @@ def test_unexpected_errors_can_be_looked_into(bundled, monkeypatch):
     monkeypatch.setattr("mtplab.study.sweep", fail)
     with pytest.raises(RuntimeError, match="boom"):
         main(["sweep", str(bundled)])
-
-
-def test_generate_prints_text_acceptance_and_memory(bundled, capsys):
-    assert main(["generate", str(bundled), "--prompt", "Once upon", "--depth", "2", "--max-new-tokens", "8"]) == 0
-    out, err = capsys.readouterr()
-    assert err == ""
-    assert "prompt 1 of 1, " in out
-    assert "Once upon" in out
-    assert re.search(r"acceptance length \d\.\d{3} · depth 2 · \d+ rounds · \d+ of \d+ drafts accepted", out)
-    assert re.search(r"all up to draft j +1: [\d.]+ % +2: [\d.]+ %", out)
-    assert re.search(r"weights: target with embedding and head [\d.]+ MB, draft [\d.]+ MB", out)
-    assert re.search(r"KV cache as deployed: unquantised \d+ B a token", out)
-    assert "far below" not in out
-
-
-def test_generate_json_is_pure_and_says_what_ran(bundled, capsys):
-    arguments = ["--prompt", "a", "--prompt", "b", "--depth", "3", "--max-new-tokens", "6", "--exclude", "mtp.*"]
-    assert main(["generate", str(bundled), *arguments, "--quant-policy", "fp8", "--json"]) == 0
-    document = json.loads(capsys.readouterr().out)
-    assert [item["prompt"] for item in document["prompts"]] == ["a", "b"]
-    found = document["acceptance"]
-    assert (found["num_drafts"], found["num_accepted_tokens"]) == (found["rounds"], found["accepted"])
-    assert found["acceptance_length"] == found["tokens"] / found["rounds"]
-    assert document["memory"]["quant_policy"] == document["memory"]["draft_quant_policy"] == "fp8_e4m3"
-    # an exclusion asks for FP8 around it
-    assert document["settings"]["spec"]["model_format"] == "fp8"
-
-
-def test_generate_without_a_round_has_nothing_to_divide_by(bundled, capsys):
-    """One new token is the prompt's own: no round, so no length, no shares and no speed, rather than 0."""
-    arguments = ["generate", str(bundled), "--prompt", "The", "--depth", "2", "--max-new-tokens", "1"]
-    assert main([*arguments, "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)["acceptance"]
-    assert (found["rounds"], found["acceptance_length"]) == (0, None)
-    assert found["per_position"] == found["conditional"] == [None, None]
-    assert main(arguments) == 0
-    out = capsys.readouterr().out
-    assert "acceptance length – · depth 2 · 0 rounds" in out
-    assert "tokens/s" not in out
-    assert re.search(r"all up to draft j +1: –  2: –\n +draft j given 1…j-1 1: –  2: –\n", out)
-
-
-def test_generate_notes_what_excluding_cannot_do_on_a_stored_fp8_checkpoint(bundled_fp8, capsys):
-    arguments = ["generate", str(bundled_fp8), "--prompt", "The", "--max-new-tokens", "3"]
-    assert main([*arguments, "--exclude", "*.down_proj", "--json"]) == 0
-    out, err = capsys.readouterr()
-    assert json.loads(out)["prompts"]
-    assert err.startswith("mtplab: the checkpoint is stored in FP8: ") and "start from the BF16 checkpoint" in err
-    assert main(arguments) == 0
-    assert capsys.readouterr().err == ""
-
-
-def test_generate_says_what_to_check_when_no_draft_is_right(bundled, tmp_path, capsys):
-    """A head whose fc has lost its order: the text is the target's all the same, only acceptance tells."""
-    broken = broken_head(bundled, tmp_path / "broken")
-    assert main(["generate", str(broken), "--prompt", "In the beginning", "--max-new-tokens", "96"]) == 0
-    out = capsys.readouterr().out
-    assert re.search(r"The first draft was right in [0-4]\.\d % of \d+ rounds, far below", out)
-    assert "compare_hidden" in out and "plan()" in out
-
-
-def broken_head(bundled, path):
-    from mtplab.checkpoint import open_checkpoint, write_safetensors
-
-    shutil.copytree(bundled, path)
-    source = open_checkpoint(bundled)
-    tensors = {name: source.read(name) for name in source.tensors}
-    tensors["mtp.fc.weight"] = tensors["mtp.fc.weight"].flip(1).contiguous()
-    write_safetensors(path / "model.safetensors", tensors, {"format": "pt"})
-    return path
-
-
-def test_generate_depths_agree(bundled, capsys):
-    texts = []
-    for depth in ("0", "5"):
-        main(["generate", str(bundled), "--prompt", "The", "--depth", depth, "--max-new-tokens", "16", "--json"])
-        texts.append(json.loads(capsys.readouterr().out)["prompts"][0]["tokens"])
-    assert texts[0] == texts[1]
-
-
-def test_text_of_a_model_cannot_command_a_terminal(capsys):
-    document = {
-        "prompts": [{"prompt": "\x1b]0;title\x07", "text": "\x9b31m\u202eabc\r", "tokens": [1]}],
-        "acceptance": {
-            "depth": 0,
-            "rounds": 1,
-            "accepted": 0,
-            "drafted": 0,
-            "acceptance_length": 1.0,
-            "per_position": [],
-        },
-        "memory": {
-            "target_weight_bytes": 1,
-            "draft_weight_bytes": 1,
-            "quant_policy": "none",
-            "draft_quant_policy": "none",
-            "kv_bytes_per_token": 1,
-            "draft_kv_bytes_per_token": 1,
-            "state_bytes": 1,
-            "layers": [1],
-        },
-        "seconds": 1.0,
-        "prefill_seconds": 0.0,
-        "tokens_per_second": None,
-    }
-    cli_generate._print(document)
-    out = capsys.readouterr().out
-    assert not re.search("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202e]", out)
-    assert "\\x1b]0;title\\x07\\x9b31m\\u202eabc\\x0d" in out
 
 
 SWEEP = ["--depths", "0-2", "--quant-policy", "none,int8", "--limit", "1", "--max-new-tokens", "6"]

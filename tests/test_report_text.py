@@ -123,7 +123,8 @@ def test_conclusion_takes_its_numbers_from_the_rows():
     assert f"a round at depth 8 gives {base.acceptance_length:.2f} ± {length_error(base):.2f} tokens" in said
     assert "(4 prompts × 32 tokens, 200 rounds)" in said
     change = f"{other.acceptance_length - base.acceptance_length:+.2f}".replace("-", "−")
-    assert f"int4 {change} ± {error:.2f} for 52 % of the KV bytes as deployed (57 % of all that 100 tokens hold)" in said
+    share = "52 % of the KV bytes as deployed (57 % of all that 100 tokens hold)"
+    assert f"int4 {change} ± {error:.2f} for {share}" in said
     assert "The rest is the recurrent state, 4.1 kB a sequence, which no policy touches." in said
     assert re.search(r"everything in BF16 \+0.00 ± 0.\d\d \(within chance\) for 175 % of the weight bytes", said)
 

@@ -332,16 +332,6 @@ def test_text_and_html_tables(checkpoint, tmp_path):
     assert "<b>*" not in page
 
 
-def test_two_sweeps_are_one_study(checkpoint, tmp_path):
-    first = run(checkpoint, tmp_path, exclude=None)
-    second = run(checkpoint, tmp_path, exclude=(None, "none"))
-    both = first + second
-    assert both.rows == [*first.rows, *second.rows] and both.folder == first.folder
-    assert (both.computed, both.reused, both.seconds) == (16, 8, first.seconds + second.seconds)
-    with pytest.raises(TypeError):
-        first + [1]
-
-
 def test_to_frame_has_a_line_per_row_or_says_what_is_missing(checkpoint, tmp_path, monkeypatch):
     result = run(checkpoint, tmp_path, depths=[1])
     monkeypatch.setitem(sys.modules, "pandas", SimpleNamespace(DataFrame=list))

@@ -154,8 +154,9 @@ def _register_engine() -> None:
         def process_message(self, message: Any, *args: Any, **options: Any) -> Any:
             step = message.get("content", {}).get("data", {}).get(PROGRESS_MIME)
             if isinstance(step, dict) and step.get("total"):
-                share = min(1.0, float(step["done"]) / float(step["total"]))
-                self._tell(share, f"{step['done']:g} of {step['total']:g} {plain(step.get('label', ''))}".strip())
+                # within the cell, neither its beginning nor the next one's
+                share = min(0.999, max(0.001, float(step["done"]) / float(step["total"])))
+                self._tell(share, f"{int(step['done'])} of {step['total']:g} {plain(step.get('label', ''))}".strip())
             return super().process_message(message, *args, **options)
 
         def _tell(self, share: float, label: str) -> None:

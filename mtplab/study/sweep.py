@@ -25,6 +25,7 @@ from mtplab.study.progress import Estimator, SweepProgress
 from mtplab.study.result import SweepResult
 from mtplab.study.row import ResultRow
 from mtplab.study.store import PointStore
+from mtplab.study.words import cache_words, weights_words
 from mtplab.study.worker import Hooks, ModelSlot, Outcome, Unit, one_line, remote_work, work
 
 __all__ = ["sweep"]
@@ -315,7 +316,8 @@ class _Job:
     def _round(self, unit: Unit, depth: int, progress: Any) -> None:
         fraction = progress.tokens_done / progress.tokens_total if progress.tokens_total else 0.0
         labels = unit.labels
-        current = f"{labels.exclude_label} · {unit.config.quant_policy} · depth {depth}"
+        weights = weights_words(labels.exclude_label, unit.config.model_format)
+        current = f"{weights} · {cache_words(unit.config.quant_policy)} · depth {depth}"
         self._tell(current, min(1.0, fraction), (unit.point, depth))
 
     def _tell(self, current: str, fraction: float, at: tuple[str, int] | None) -> None:

@@ -92,8 +92,9 @@ def _dot(self, a, b, d, input_precision, max_num_imprecise_acc):
         if x.dtype.is_floating() and x.dtype.primitive_bitwidth < 32:
             data = _convert(data, x.dtype.scalar, tl.float32, None).view(np.float32)
         operands.append(data)
-    product = np.matmul(*operands, dtype=d.data.dtype)
-    return interpreter.TensorHandle(product + d.data, d.dtype.scalar)
+    with np.errstate(all="ignore"):  # a GPU does not warn of a NaN either
+        product = np.matmul(*operands, dtype=d.data.dtype)
+        return interpreter.TensorHandle(product + d.data, d.dtype.scalar)
 
 
 def _with_fnuz(patch_core):

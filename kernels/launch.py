@@ -10,7 +10,19 @@ from functools import cache
 
 import torch
 
-__all__ = ["CHOICES", "VARIABLE", "check", "chosen", "has_descriptors", "interpreted", "reason"]
+from mtplab.kernels.targets import TARGETS, Target
+
+__all__ = [
+    "CHOICES",
+    "VARIABLE",
+    "check",
+    "chosen",
+    "has_descriptors",
+    "interpreted",
+    "processors",
+    "reason",
+    "target",
+]
 
 VARIABLE = "MTPLAB_KERNELS"
 CHOICES = ("auto", "triton", "reference")
@@ -74,6 +86,33 @@ def has_descriptors(device: torch.device) -> bool:
     return (
         device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (9, 0)
     )
+
+
+@cache
+def target(device: torch.device) -> Target:
+    """The entry of `TARGETS` whose choices hold on this device; sm_90's for a CPU, where kernels are interpreted.
+
+    Raises ValueError for a GPU that has none.
+    """
+    if device.type == "cpu":
+        return TARGETS["sm_90"]
+    if torch.version.hip is not None:
+        name = found = torch.cuda.get_device_properties(device).gcnArchName.split(":")[0]
+    else:
+        major, minor = torch.cuda.get_device_capability(device)
+        found = f"sm_{major}{minor}"
+        name = {10: "sm_100", 12: "sm_120"}.get(major, found)
+    if name not in TARGETS:
+        raise ValueError(
+            f"this GPU is {found}; the FP8 kernels are for {', '.join(TARGETS)}: set {VARIABLE}=reference to use torch"
+        )
+    return TARGETS[name]
+
+
+@cache
+def processors(device: torch.device) -> int:
+    """Multiprocessors (compute units) of the device; an H100's 132 for a CPU."""
+    return 132 if device.type == "cpu" else torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def check(name: str, x: torch.Tensor, shape: tuple[int | None, ...], dtypes: tuple[torch.dtype, ...]) -> None:

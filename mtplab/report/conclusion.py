@@ -48,7 +48,9 @@ class Conclusion:
         self.reference = reference
         self._other_batch = at_temperature(as_records(other_batch))
         self._compared: list[bool] = []  # of each comparison, whether chance explains it
-        parts = (self._faint(), self._length(), self._time(), self._odd(), self._cache(), self._exclusions())
+        # what a round takes against what it gives, and the depths that are fastest, on this machine at each batch
+        times = (self._time_of(self.records), self._time_of(self._other_batch))
+        parts = (self._faint(), self._length(), *times, self._odd(), self._cache(), self._exclusions())
         self.sentences = [sentence for sentence in (*parts, self._chance()) if sentence]
 
     def _line(self, exclude: str, policy: str) -> dict[int, Record]:
@@ -73,10 +75,6 @@ class Conclusion:
             f"With {_weights(deepest)} (KV cache: {deepest['policy_label']}), a round at depth {deepest['depth']} "
             f"gives {_with_error(deepest)} tokens ({_prompts(deepest)}, {deepest['rounds']:g} rounds){_growth(line)}."
         )
-
-    def _time(self) -> str:
-        """What a round takes against what it gives, and the depths that are fastest, on this machine at each batch."""
-        return " ".join(filter(None, (self._time_of(self.records), self._time_of(self._other_batch))))
 
     def _time_of(self, timed: list[Record]) -> str:
         line = self._reference_line()

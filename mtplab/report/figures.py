@@ -114,7 +114,7 @@ def _shown(series: dict[str, list[Record]]) -> str:
 def acceptance_by_depth(rows: Any, temperature: float | None = None) -> Picture:
     """Acceptance length (tokens per round) against depth, one line per cache policy × exclusion set.
 
-    Bars are 95 % intervals over prompts, one setting at a time: settings on the same prompts differ by less chance.
+    Bars are 95 % intervals over prompts, of each setting by itself and not of the difference of two.
 
     Args:
         rows: rows of a sweep, or dicts with the same fields.

@@ -28,7 +28,7 @@ _COLUMNS = {
     "prompt set": lambda row: row.prompt_set,
 }
 _ALWAYS = ("exclusions", "KV cache")
-_PLUS_MINUS = "± is half a 95 % interval over prompts; two lines over the same prompts differ by less chance than that"
+_PLUS_MINUS = "± is half a 95 % interval over prompts, of each number by itself and not of the difference of two"
 
 
 @dataclass(frozen=True, repr=False)

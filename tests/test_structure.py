@@ -24,7 +24,7 @@ for _room in CHAIN[CHAIN.index("checkpoint") :]:
     ROOMS[_room].add("kernels")
 ROOMS["kernels"] = set()
 ROOMS["bench"] = ROOMS["report"] | {"kernels"}
-ROOMS["cli"] = set(CHAIN) | {"bench"}
+ROOMS["cli"] = set(CHAIN) | {"bench", "kernels"}
 
 # what the command line and a bare `import mtplab` must not wait for
 HEAVY = ("torch", "triton", "transformers", "matplotlib", "IPython", "ipywidgets", "papermill")

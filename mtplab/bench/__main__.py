@@ -1,4 +1,5 @@
-"""`python -m mtplab.bench speed`: the table of `make bench`. `… products`: matrix products at few rows."""
+"""`python -m mtplab.bench speed`: the table of `make bench`. `… products`: matrix products of few rows on a CPU.
+`… kernels`: FP8 kernels on a GPU."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[2]
 def main(argv: list[str] | None = None) -> int:
     """Run a benchmark and print its table. Returns 0, or 2 for what cannot be run."""
     parser = argparse.ArgumentParser(prog="python -m mtplab.bench", description=__doc__)
-    parser.add_argument("what", choices=["speed", "products"])
+    parser.add_argument("what", choices=["speed", "products", "kernels"])
     parser.add_argument("--data", type=Path, default=ROOT / "data", help="folder with the bundled checkpoints")
     parser.add_argument("--threads", type=positive, default=1)
     parser.add_argument("--tokens", type=positive, default=128)
@@ -35,6 +36,10 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if args.output and not args.output.parent.is_dir():
         parser.error(f"--output is {args.output}: there is no folder {args.output.parent}")
+    if args.what == "kernels":
+        from mtplab.bench import kernels_report
+
+        return kernels_report.run(args.output)
     torch.set_num_threads(args.threads)
     load_before = os.getloadavg()[0]
     if args.what == "products":

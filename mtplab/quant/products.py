@@ -1,7 +1,7 @@
 """One matrix product x · wᵀ with a weight held the way its device likes best.
 
 Knows nothing of names, activations or what the product is for. On a CPU in float32 the weight is packed once
-(`cpu_products.py`); elsewhere, and where a torch build has no library for it, it stays as it is.
+(`cpu_products.py`); on a GPU FP8 codes stay FP8 (`fp8_products.py`); anything else stays as it is.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ from torch import Tensor
 from mtplab.kernels.fp8_reference import round_activation
 from mtplab.quant.block import ScaledTensor
 from mtplab.quant.cpu_products import packed_product
-
-ACTIVATION_GROUP = 128
+from mtplab.quant.fp8_products import ACTIVATION_GROUP, Fp8Gemm, Fp8Product, uses_kernels
 
 
 class Product(Protocol):
@@ -73,36 +72,24 @@ class DenseProduct:
         pass
 
 
-class Fp8Product:
-    """FP8 in memory, dequantised by every product: what a GPU uses until a kernel multiplies the codes themselves."""
-
-    def __init__(self, weights: list[ScaledTensor], dtype: torch.dtype):
-        self._weights, self._dtype = weights, dtype
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.dense())
-
-    def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
-        return torch.addmm(residual, x, self.dense().t())
-
-    def dense(self) -> Tensor:
-        return torch.cat([w.dequantize(self._dtype) for w in self._weights])
-
-    def prepare_compiled(self) -> None:
-        pass
-
-
 def make_product(
     weights: list[Tensor | ScaledTensor], dtype: torch.dtype, device: torch.device, rounded: bool = False
 ) -> Product:
     """The product with these weights one below the other, computed in `dtype` on `device`; `rounded`: x in FP8 too."""
-    product = _of_exact_inputs(weights, dtype, device)
+    if all(isinstance(w, ScaledTensor) for w in weights):
+        on_device = [w.to(device) for w in weights]
+        if rounded and uses_kernels(device) and all(Fp8Gemm.takes(w) for w in weights):
+            return Fp8Gemm(on_device, dtype)
+        if device.type != "cpu":
+            return _rounding(Fp8Product(on_device, dtype), rounded)
+    return _rounding(_dense(weights, dtype, device), rounded)
+
+
+def _rounding(product: Product, rounded: bool) -> Product:
     return RoundedProduct(product) if rounded else product
 
 
-def _of_exact_inputs(weights: list[Tensor | ScaledTensor], dtype: torch.dtype, device: torch.device) -> Product:
-    if device.type != "cpu" and all(isinstance(w, ScaledTensor) for w in weights):
-        return Fp8Product([w.to(device) for w in weights], dtype)
+def _dense(weights: list[Tensor | ScaledTensor], dtype: torch.dtype, device: torch.device) -> Product:
     dense = [(w.dequantize(dtype) if isinstance(w, ScaledTensor) else w.to(dtype)).to(device) for w in weights]
     weight = torch.cat(dense) if len(dense) > 1 else dense[0]
     packed = packed_product(weight) if device.type == "cpu" and dtype == torch.float32 else None

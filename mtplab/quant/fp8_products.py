@@ -1,0 +1,106 @@
+"""Products with a weight that stays FP8 in memory: codes times codes on a GPU's matrix unit, or dequantised every time.
+
+Knows nothing of names or what a product is for. The kernels are in `mtplab.kernels.gemm` and `quantize`.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from mtplab.errors import ConfigError
+from mtplab.kernels import launch
+from mtplab.kernels.fnuz import to_fnuz
+from mtplab.kernels.gemm import gemm_block
+from mtplab.kernels.quantize import quantize
+from mtplab.quant.block import BLOCK, ScaledTensor
+
+ACTIVATION_GROUP = 128
+
+
+def uses_kernels(device: torch.device) -> bool:
+    """Whether Triton's kernels run on this device. Raises ConfigError for a MTPLAB_KERNELS that cannot be obeyed."""
+    try:
+        return launch.chosen(device) == "triton"
+    except ValueError as problem:
+        raise ConfigError(str(problem)) from None
+
+
+class Fp8Gemm:
+    """W8A8: x in E4M3 with one scale a token and 128 values, times E4M3 weights in blocks of 128 × 128.
+
+    The rounding of x is that of `round_activation`, so a run on a GPU has a CPU's quantisation error; sums differ in
+    order, and the result is rounded to `dtype` once.
+    """
+
+    def __init__(self, weights: list[ScaledTensor], dtype: torch.dtype):
+        """Weights [n_i, k], one below the other."""
+        self._dtype = dtype
+        self._e4m3 = torch.float8_e4m3fn
+        if launch.target(weights[0].data.device).e4m3 == "fp8e4b8":
+            weights = [ScaledTensor(*to_fnuz(w.data, w.scale)) for w in weights]
+            self._e4m3 = torch.float8_e4m3fnuz
+        self._weights = _joined(weights)
+
+    @staticmethod
+    def takes(weight: ScaledTensor) -> bool:
+        """Whether there is a kernel for weights held like this one."""
+        return weight.block == BLOCK and weight.data.dtype == torch.float8_e4m3fn
+
+    def __call__(self, x: Tensor) -> Tensor:
+        codes, scale = self._codes(x)
+        out = [gemm_block(codes, scale, w.data, w.scale, self._dtype) for w in self._weights]
+        return out[0] if len(out) == 1 else torch.cat(out, dim=-1)
+
+    def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
+        codes, scale = self._codes(x)
+        out, start = [], 0
+        for w in self._weights:
+            rest = residual[:, start : start + w.shape[0]]
+            out.append(gemm_block(codes, scale, w.data, w.scale, self._dtype, rest))
+            start += w.shape[0]
+        return out[0] if len(out) == 1 else torch.cat(out, dim=-1)
+
+    def dense(self) -> Tensor:
+        return torch.cat([w.dequantize(self._dtype) for w in self._weights])
+
+    def prepare_compiled(self) -> None:
+        pass
+
+    def _codes(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return quantize(x, ACTIVATION_GROUP, self._e4m3, scale_by_group=True)
+
+
+class Fp8Product:
+    """Inputs as they are times FP8 weights, dequantised by every product: W8A16, for which there is no kernel."""
+
+    def __init__(self, weights: list[ScaledTensor], dtype: torch.dtype):
+        self._weights, self._dtype = weights, dtype
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.dense())
+
+    def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
+        return torch.addmm(residual, x, self.dense().t())
+
+    def dense(self) -> Tensor:
+        return torch.cat([w.dequantize(self._dtype) for w in self._weights])
+
+    def prepare_compiled(self) -> None:
+        pass
+
+
+def _joined(weights: list[ScaledTensor]) -> list[ScaledTensor]:
+    """As few matrices as their grids of scales allow: one can be put below another that ends with a whole block."""
+    found = [weights[0]]
+    for weight in weights[1:]:
+        above = found[-1]
+        if above.shape[0] % BLOCK[0]:
+            found.append(weight)
+            continue
+        found[-1] = ScaledTensor(
+            torch.cat([above.data.view(torch.uint8), weight.data.view(torch.uint8)]).view(above.data.dtype),
+            torch.cat([above.scale, weight.scale]),
+        )
+    return found

@@ -1,0 +1,94 @@
+"""The GPU benchmark of kernels, on a CPU and interpreted: what is right gets a time, what is wrong does not.
+
+The clock is a stub: no figure of these tests says anything about speed.
+"""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from kernel_tools import interpreted
+from mtplab.bench import kernels_report
+from mtplab.bench.__main__ import main
+from mtplab.bench.gemm_cases import make_case, wrong
+from mtplab.bench.kernels import OURS, Limits, Measured, catalogued, goals, limits, measure
+from mtplab.study.gpus import GemmShape
+
+pytestmark = interpreted
+CPU = torch.device("cpu")
+SMALL = GemmShape("toy", "weight", 192, 256)
+
+
+def clock(call):
+    call()
+    return 1e-6, 2e-6, 3e-6
+
+
+def test_what_is_right_is_timed():
+    found = list(measure(CPU, clock, Limits(1e12, 1e15), [SMALL], [3, 20]))
+    timed = {(line.name, line.m) for line in found if line.seconds}
+    assert {(name, m) for name in (*OURS, "torch.matmul BF16") for m in (3, 20)} <= timed
+    ours = next(line for line in found if line.name == "block scales" and line.m == 3)
+    assert ours.tflops == pytest.approx(2 * 3 * 192 * 256 / 2e-6 / 1e12)
+    nbytes = 192 * 256 + 3 * 256 + 2 * 3 * 192
+    assert ours.gbytes == pytest.approx(nbytes / 2e-6 / 1e9) and ours.of_copy == pytest.approx(nbytes / 2e-6 / 1e12)
+    assert all(line.note for line in found if not line.seconds), "what has no time says why"
+    text = kernels_report.table(found)
+    assert "toy weight [192, 256]" in text and "block scales" in text
+
+
+def test_what_is_wrong_is_not(monkeypatch):
+    case = make_case(SMALL, 3, CPU)
+    right = case.contestants["block scales"]
+    assert wrong(case, "block scales") is None
+    case.contestants["block scales"] = lambda: right() * 1.01
+    assert "relative error 1.0e-02" in wrong(case, "block scales")
+    case.contestants["block scales"] = lambda: torch.full_like(right(), float("nan"))
+    assert "relative error nan" in wrong(case, "block scales")
+    runs = iter([right(), right() + 1e-4])
+    case.contestants["block scales"] = lambda: next(runs)
+    assert wrong(case, "block scales") == "two runs differ"
+
+
+def test_time_that_is_up_is_said():
+    (line,) = measure(CPU, clock, Limits(1e12, None), [SMALL], [3], budget=-1)
+    assert line.seconds is None and "not measured" in line.note
+
+
+def test_the_copy_is_the_limit():
+    assert limits(CPU, clock, nbytes=1 << 10).copy == pytest.approx(2 * 1024 / 2e-6)
+    assert catalogued("NVIDIA H200").name == "H200 SXM" and catalogued("NVIDIA GeForce RTX 9999") is None
+
+
+def line(name: str, m: int, seconds: float, **more) -> Measured:
+    return Measured("model", "weight", 8192, 8192, m, name, (seconds,) * 3, **more)
+
+
+def test_goals_are_held_against_the_worst_case():
+    found = [
+        line("block scales", 4096, 1.0, of_fp8=0.6, of_copy=0.1),
+        line("token and channel scales", 4096, 1.0, of_fp8=0.5, of_copy=0.1),
+        line("quantise + block scales", 4096, 1.2, of_fp8=0.5, of_copy=0.1),
+        line("torch.matmul BF16", 4096, 1.5, of_copy=0.1),
+        line("block scales", 1, 1.0, of_fp8=0.01, of_copy=0.9),
+        line("torch._scaled_mm, blocks", 1, 0.9, of_fp8=0.01, of_copy=0.9),
+    ]
+    met = {goal: (is_met, worst) for goal, is_met, worst in goals(found)}
+    verdicts = {goal.split(":")[0] + goal.split(":")[1][:12]: is_met for goal, (is_met, _) in met.items()}
+    assert [is_met for is_met, _ in met.values()] == [True, False, True, True, False], verdicts
+    assert "0.90 on model weight [8192, 8192], m 1, expected 1" in next(reversed(met.values()))[1]
+    assert goals([]) == []
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: the command measures")
+def test_without_a_gpu_no_number_is_invented(capsys, tmp_path):
+    assert main(["kernels", "-o", str(tmp_path / "out.json")]) == 2
+    assert "no GPU here: nothing is measured" in capsys.readouterr().err
+    assert not (tmp_path / "out.json").exists()
+
+
+def test_rows_are_plain_data():
+    assert json.loads(json.dumps(line("block scales", 1, 1.0).row()))["seconds"] == [1.0, 1.0, 1.0]

@@ -79,6 +79,14 @@ def test_casts_to_bf16_round_to_nearest_even():
     assert torch.equal(as_bits(got), as_bits(x.bfloat16()))
 
 
+def test_casts_to_fp16_overflow_without_a_warning():
+    """Warnings are errors here; a GPU gives none."""
+    x = torch.tensor([1e6, -65520.0, 65519.0, 2.0**-25])
+    got = torch.empty(4, dtype=torch.float16)
+    cast[(1,)](x, got, 4)
+    assert got.tolist() == [float("inf"), -float("inf"), 65504.0, 0.0]
+
+
 @pytest.mark.parametrize("dtype", [*FORMATS, torch.bfloat16, torch.float16, torch.float32])
 def test_dots_sum_exact_products_in_float32(dtype):
     a, b = (torch.randn(64, 64, generator=torch.Generator().manual_seed(seed)).to(dtype) for seed in (1, 2))

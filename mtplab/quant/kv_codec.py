@@ -1,4 +1,4 @@
-"""Encoding of K and V rows for each cache policy, with lmdeploy's numerics (its `fill_kv_cache` kernels).
+"""Encoding of K and V rows for each cache policy; the numerics are in `kernels/kv_reference.py`.
 
 A row is one token's one head: [..., d]. Encoding gives codes [..., d or d/2] and, for the integer policies, meta
 [..., 2] = (scale, zero) in the checkpoint's dtype; reading back gives (code − zero) · scale. Knows nothing of
@@ -11,6 +11,8 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
+
+from mtplab.kernels.kv_reference import decode_integer, encode_float8, encode_integer
 
 
 class Codec(Protocol):
@@ -46,12 +48,7 @@ class _Plain:
 
 
 class _Integer:
-    """Asymmetric integers per row: scale = (max − min)/levels, zero = −min/scale, q = trunc(x/scale + zero + ½).
-
-    A constant row has scale 0 in that formula; it gets scale 1 and zero −min, so that code 0 reads back as the row.
-    Scale and zero are rounded to the checkpoint's dtype, as they are stored, before codes are made with them:
-    lmdeploy keeps them in the model's dtype, and a code made with one scale and read with another would be off.
-    """
+    """Asymmetric integers per row, with scale and zero beside them."""
 
     def __init__(self, bits: int):
         self.levels = (1 << bits) - 1
@@ -64,37 +61,18 @@ class _Integer:
         return torch.uint8
 
     def encode(self, rows: Tensor, meta_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        x = rows.float()
-        low, high = x.aminmax(dim=-1, keepdim=True)
-        scale = (high - low).div_(self.levels)
-        # a range below the stored dtype's smallest step, or a zero beyond its largest number, is as constant as a tie
-        constant = (scale.to(meta_dtype) == 0) | (low.abs() > scale * torch.finfo(meta_dtype).max)
-        scale = scale.masked_fill_(constant, 1.0)
-        zero = -low / scale
-        top = torch.finfo(meta_dtype).max  # a row beyond what the stored dtype holds reads back as its largest number
-        meta = torch.cat([scale, zero], dim=-1).clamp_(-top, top).to(meta_dtype)
-        scale, zero = meta.float().split(1, dim=-1)
-        codes = (x / scale).add_(zero).add_(0.5).trunc_().clamp_(0, self.levels)
-        codes = codes.masked_fill_(constant, 0.0).to(torch.uint8)
-        if self.packed:
-            # split-half packing: element d shares a byte with element d + head_dim/2
-            first, second = codes.chunk(2, dim=-1)
-            codes = first + second * 16
-        return codes, meta
+        return encode_integer(rows, self.levels, self.packed, meta_dtype)
 
     def decode(self, codes: Tensor, meta: Tensor | None, dtype: torch.dtype) -> Tensor:
         assert meta is not None
-        if self.packed:
-            codes = torch.cat([codes & 15, codes >> 4], dim=-1)
-        scale, zero = meta.float().split(1, dim=-1)
-        return codes.float().sub_(zero).mul_(scale).to(dtype)
+        return decode_integer(codes, meta, self.packed, dtype)
 
 
 class _Float8:
     """FP8 with scale 1: clamp to the format's range, cast. No metadata (lmdeploy's buffers are fixed at 1.0)."""
 
     def __init__(self, dtype: torch.dtype):
-        self.dtype, self.top = dtype, torch.finfo(dtype).max
+        self.dtype = dtype
 
     def code_shape(self, d: int) -> int:
         return d
@@ -103,7 +81,7 @@ class _Float8:
         return self.dtype
 
     def encode(self, rows: Tensor, meta_dtype: torch.dtype) -> tuple[Tensor, None]:
-        return rows.float().clamp(-self.top, self.top).to(self.dtype), None
+        return encode_float8(rows, self.dtype), None
 
     def decode(self, codes: Tensor, meta: Tensor | None, dtype: torch.dtype) -> Tensor:
         return codes.float().to(dtype)

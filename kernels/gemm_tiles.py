@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from mtplab.kernels.targets import Target
 
-__all__ = ["BLOCK", "DECODE_ROWS", "FEW_ROWS", "Tile", "choose", "splits", "tiles"]
+__all__ = ["BLOCK", "DECODE_ROWS", "FEW_ROWS", "Tile", "choose", "choose_grouped", "splits", "tiles"]
 
 BLOCK = 128  # columns of x, and rows and columns of w, that share a scale; also what a program reads of k at a time
 
@@ -79,6 +79,15 @@ def choose(m: int, n: int, aligned: bool, target: Target, processors: int) -> Ti
         return decode
     # the large tile reads each operand less often, where enough of them are left to occupy the GPU
     return many if m > FEW_ROWS and _count(m, n, many) >= processors else few
+
+
+def choose_grouped(t: int, experts: int, aligned: bool, target: Target) -> Tile:
+    """The tile for t rows sorted by expert, as if each expert had equally many: what each has the GPU alone knows."""
+    decode, few, many, unaligned = tiles(target)
+    if not aligned:
+        return unaligned
+    each = t / experts
+    return decode if each <= DECODE_ROWS else few if each <= 2 * FEW_ROWS else many
 
 
 def splits(m: int, n: int, k: int, tile: Tile, processors: int) -> int:

@@ -7,9 +7,9 @@ import itertools
 import pytest
 import torch
 
-from gemm_cases import WAYS, blocks, codes, on, powers, scales, whole
+from gemm_cases import WAYS, Recorder, blocks, codes, keys, on, powers, scales, whole
 from kernel_tools import interpreted, poisoned, relative_error
-from mtplab.kernels import gemm_plan
+from mtplab.kernels import gemm_block_jit, gemm_plan
 from mtplab.kernels.gemm import gemm_block
 from mtplab.kernels.gemm_reference import gemm_block_reference
 from mtplab.kernels.targets import TARGETS
@@ -199,42 +199,18 @@ def test_codes_that_the_gpu_does_not_multiply_are_refused(monkeypatch):
         gemm_block(**changed())
 
 
-class Recorder:
-    """Stands for a kernel; keeps how it was launched."""
-
-    def __init__(self):
-        self.launches = []
-
-    def __getitem__(self, grid):
-        return lambda *arguments, **settings: self.launches.append((arguments, settings))
-
-
 @pytest.mark.parametrize("way", TARGETS)
 def test_what_is_launched_is_what_is_compiled(monkeypatch, way):
     """Every launch of a few hundred shapes has its variant, and every variant its launch."""
-    from mtplab.kernels import gemm_block_jit
-
-    kernels = {name: Recorder() for name in ("gemm_block", "sum_splits")}
-    variants = {}
-    for variant in gemm_block_jit.variants(TARGETS[way]):
-        key = (*sorted(variant.constants.items(), key=str), ("num_warps", variant.num_warps))
-        name = "gemm_block" if variant.kernel is gemm_block_jit.gemm_block else "sum_splits"
-        variants.setdefault(name, set()).add((variant.signature["p_y"], variant.num_stages, key))
     dtype = on(monkeypatch, way)
-    for name, kernel in kernels.items():
-        monkeypatch.setattr(gemm_block_jit, name, kernel)
+    variants = gemm_block_jit.variants(TARGETS[way])
+    compiled = [keys(variants, kernel) for kernel in (gemm_block_jit.gemm_block, gemm_block_jit.sum_splits)]
+    products, sums = Recorder(2, 3), Recorder(1, 2)
+    monkeypatch.setattr(gemm_block_jit, "gemm_block", products)
+    monkeypatch.setattr(gemm_block_jit, "sum_splits", sums)
     sizes = itertools.product((1, 16, 17, 64, 65, 2000), (50, 64, 4096), (50, 256, 4096))
     for (m, n, k), out_dtype in itertools.product(sizes, (torch.bfloat16, torch.float16, torch.float32)):
         x, w = torch.empty(m, k, dtype=dtype), torch.empty(n, k, dtype=dtype)
         for residual in (None, torch.empty(m, n, dtype=out_dtype)):
             gemm_block(x, torch.empty(m, blocks(k)), w, torch.empty(blocks(n), blocks(k)), out_dtype, residual)
-    short = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32"}
-    for name, kernel in kernels.items():
-        seen = set()
-        for arguments, settings in kernel.launches:
-            y, residual = arguments[2 if name == "gemm_block" else 1], arguments[3 if name == "gemm_block" else 2]
-            none = {"p_residual": None} if residual is None else {}
-            stages, warps = settings.pop("num_stages"), settings.pop("num_warps")
-            key = (*sorted((settings | none).items(), key=str), ("num_warps", warps))
-            seen.add((short[y.dtype], stages, key))
-        assert seen == variants[name]
+    assert [products.launches, sums.launches] == compiled

@@ -37,6 +37,13 @@ def multiply(p_a, p_b, p_c, N: tl.constexpr):
 
 
 @triton.jit
+def extremes(p_x, p_y, N: tl.constexpr):
+    b_x = tl.load(p_x + tl.arange(0, N)[:, None] * N + tl.arange(0, N)[None, :])
+    tl.store(p_y + tl.arange(0, N), tl.max(b_x, axis=1))
+    tl.store(p_y + N + tl.arange(0, N), tl.min(b_x, axis=1))
+
+
+@triton.jit
 def add(p_x, p_y, N: tl.constexpr):
     o = tl.arange(0, N)
     tl.store(p_y + o, tl.load(p_x + o) + tl.load(p_x + o))
@@ -94,6 +101,15 @@ def test_dots_sum_exact_products_in_float32(dtype):
     multiply[(1,)](a, b, got, 64)
     expected = a.double() @ b.double()
     assert float((got.double() - expected).norm() / expected.norm()) < 5e-7
+
+
+def test_extremes_pass_over_nan_without_a_warning():
+    nan = float("nan")
+    x = torch.tensor([[nan, 1, 2, nan], [nan, nan, nan, nan], [-3, 5, 4, 0], [nan, -1, -1, -2]])
+    got = torch.empty(2, 4)
+    extremes[(1,)](x, got, 4)
+    expected = torch.tensor([[2, nan, 5, -1], [1, nan, -3, -2]])
+    torch.testing.assert_close(got, expected, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])

@@ -1,0 +1,71 @@
+"""silu(gate) · up and its FP8 quantisation in one pass, between the two projections of a gated layer: the kernel.
+
+Prefixes: i_ program index, o_ offsets, m_ mask, p_ pointer, b_ loaded block. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import triton
+import triton.language as tl
+
+from mtplab.kernels.quantize_jit import GROUP, _codes
+from mtplab.kernels.targets import Target
+from mtplab.kernels.variants import Variant
+
+__all__ = ["silu_quantize", "variants"]
+
+
+@triton.jit
+def silu_quantize(
+    p_h,
+    p_code,
+    p_scale,
+    m,
+    k,
+    h_stride,
+    code_stride,
+    scale_stride_m,
+    scale_stride_g,
+    TOP: tl.constexpr,
+    FLOOR: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """h [m, 2 · k], gate then up → codes [m, k] and float32 scales [m, ceil(k / BLOCK_K)] of silu(gate) · up.
+
+    One program takes BLOCK_M rows of one group of BLOCK_K columns; a row's result depends on that row only.
+    """
+    o_m = (tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
+    i_g = tl.program_id(1)
+    o_k = i_g * BLOCK_K + tl.arange(0, BLOCK_K)
+    # [BLOCK_M, BLOCK_K]
+    mask = (o_m < m)[:, None] & (o_k < k)[None, :]
+    p_gate = p_h + o_m[:, None] * h_stride + o_k[None, :]
+    b_gate = tl.load(p_gate, mask, other=0.0).to(tl.float32)
+    b_up = tl.load(p_gate + k, mask, other=0.0).to(tl.float32)
+    b_x = b_gate / (1.0 + tl.exp(-b_gate)) * b_up
+    b_scale = tl.div_rn(tl.maximum(tl.max(tl.abs(b_x), axis=1), FLOOR), TOP)
+    b_scale = tl.where(tl.max((b_x != b_x).to(tl.int32), axis=1) > 0, float("nan"), b_scale)
+    tl.store(p_scale + o_m * scale_stride_m + i_g * scale_stride_g, b_scale, o_m < m)
+    b_code = _codes(b_x, b_scale, TOP).to(p_code.dtype.element_ty)
+    tl.store(p_code + o_m[:, None] * code_stride + o_k[None, :], b_code, mask)
+
+
+def variants(target: Target) -> list[Variant]:
+    """Every choice that `silu_quantize.py` can make on the target."""
+    return [
+        Variant(
+            silu_quantize,
+            f"{rows}×{h}→{target.e4m3}",
+            {
+                "p_h": f"*{h}", "p_code": f"*{target.e4m3}", "p_scale": "*fp32", "m": "i32", "k": "i32",
+                "h_stride": "i32", "code_stride": "i32", "scale_stride_m": "i32", "scale_stride_g": "i32",
+            },
+            {"TOP": target.top(target.e4m3), "FLOOR": 1e-6, "BLOCK_M": rows, "BLOCK_K": GROUP},
+            divisible=("p_h", "p_code", "p_scale", "k", "h_stride", "code_stride"),
+            quick=(rows, h) == (8, "bf16"),
+        )
+        for rows, h in itertools.product((1, 8), ("bf16", "fp16", "fp32"))
+    ]  # fmt: skip

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from mtplab.config import SamplingConfig
+from mtplab.kernels.acceptance_reference import draw
 
 
 def distribution(logits: Tensor, sampling: SamplingConfig) -> Tensor:
@@ -36,12 +37,10 @@ def distribution(logits: Tensor, sampling: SamplingConfig) -> Tensor:
 
 
 def sample(weights: Tensor, uniforms: Tensor) -> Tensor:
-    """Inverse-CDF sampling: weights [.., v] ≥ 0 (need not sum to 1), uniforms [..] in [0, 1) → token ids [..]."""
-    total = weights.cumsum(-1)
-    # kept below the total even where the product rounds up; a token of weight 0 spans nothing and is never drawn
-    end = total[..., -1:]
-    at = torch.minimum(uniforms.unsqueeze(-1) * end, torch.nextafter(end, torch.zeros_like(end)))
-    return torch.searchsorted(total, at, right=True).squeeze(-1).clamp_max(weights.shape[-1] - 1)
+    """Inverse-CDF sampling, as the acceptance kernel draws: weights [.., v] in [0, 1] that add up to at most about 1,
+    uniforms [..] in [0, 1), float64 → token ids [..], 0 where there is nothing to draw from.
+    """
+    return draw(weights, uniforms).clamp_min_(0)
 
 
 def greedy(logits: Tensor) -> Tensor:

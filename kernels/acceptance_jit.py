@@ -301,7 +301,7 @@ def variants(target: Target) -> list[Variant]:
                         "logits_stride_t": "i64", **count[0],
                     },
                     {"RAGGED": ragged, "BLOCK": BLOCK, **count[1]},
-                    divisible=("p_logits", "v", "logits_stride_b", "logits_stride_t"),
+                    divisible=("p_logits", "p_best", "v", "logits_stride_b", "logits_stride_t", *count[0]),
                     num_warps=WARPS,
                     quick=(x, ragged) == ("bf16", True),
                 )
@@ -312,6 +312,7 @@ def variants(target: Target) -> list[Variant]:
                 word,
                 {"p_drafts": "*i64", "p_best": "*i64", "k": "i32", "blocks": "i32", **result, **count[0]},
                 {"RAGGED": ragged, "BLOCK_J": BLOCK_J, "BLOCK_S": BLOCK_S, **count[1]},
+                divisible=("p_drafts", "p_best", *result, *count[0]),
                 num_warps=WARPS,
                 quick=ragged,
             )
@@ -326,8 +327,8 @@ def variants(target: Target) -> list[Variant]:
             }  # fmt: skip
             fixed = {"SAMPLED": sampled, "RAGGED": ragged, "BLOCK_J": BLOCK_J, "BLOCK": BLOCK}
             how = {
-                "divisible": ("p_target", *draft[0], "v", *strides), "num_warps": WARPS,
-                "quick": (x, sampled, ragged) == ("fp32", True, True),
+                "divisible": (*(name for name in signature if name.startswith("p_")), "v", *strides),
+                "num_warps": WARPS, "quick": (x, sampled, ragged) == ("fp32", True, True),
             }  # fmt: skip
             label = f"{x} {'drawn' if sampled else 'likeliest'} drafts {word}"
             found += [

@@ -82,7 +82,10 @@ def variants(target: Target) -> list[Variant]:
                 "WIDTH": width, "IN_PLACE": in_place, "BLOCK_C": BLOCK_C,
                 **({"p_window": None} if in_place else {}),
             },
-            divisible=("p_x", "p_state", "p_weight", "p_out", "c"),
+            divisible=(
+                "p_x", "p_state", "p_weight", "p_out", "c", "x_stride_b", "x_stride_t",
+                *(() if in_place else ("p_window",)),
+            ),
             quick=(width, x, in_place) == (4, "bf16", False),
         )
         for width, x, in_place in itertools.product(WIDTHS, ("bf16", "fp16", "fp32"), (False, True))

@@ -150,7 +150,7 @@ def variants(target: Target) -> list[Variant]:
     ):
         block_k, block_v, warps = tile_for(rows)
         words = f" normalised{' slots' if slots else ''}" if normalize else " slots" if slots else ""
-        strides = (f"{name}_stride_{axis}" for name in ("q", "k", "v", "g", "beta") for axis in "bt")
+        strides = [f"{name}_stride_{axis}" for name in ("q", "k", "v", "g", "beta") for axis in "bt"]
         found.append(
             Variant(
                 delta_rule_tokens,
@@ -166,7 +166,10 @@ def variants(target: Target) -> list[Variant]:
                     "NORMALIZE": normalize, "SLOTS": slots, "BLOCK_K": block_k, "BLOCK_V": block_v,
                     **({} if slots else {"p_slot": None}),
                 },
-                divisible=("p_state", "p_ring", "p_o", "dk", "dv", "ring_stride"),
+                divisible=(
+                    "p_q", "p_k", "p_v", "p_g", "p_beta", "p_state", "p_ring", "p_o", "dk", "dv", "ring_stride",
+                    *strides[:6],
+                ),
                 num_warps=warps,
                 quick=(block_k, x, state, normalize, slots) == (128, "bf16", "fp32", True, False),
             )

@@ -180,7 +180,11 @@ def sum_splits(
 
 
 def variants(target: Target) -> list[Variant]:
-    """Every choice that `gemm.py` can make on the target."""
+    """Every choice that `gemm.py` can make on the target, with addresses as whole tensors have them.
+
+    Where a slice's address is no multiple of 16 the unaligned tile is compiled once more without that; it reads single
+    bytes either way.
+    """
     outputs = list(itertools.product(("bf16", "fp16", "fp32"), (False, True)))
     found = []
     for tile, (y, residual) in itertools.product(tiles(target), outputs):
@@ -194,7 +198,7 @@ def variants(target: Target) -> list[Variant]:
                 | ({"p_residual": f"*{y}"} if residual else {})
                 | dict.fromkeys(_GEMM_SIZES, "i32"),
                 constants(tile) | ({} if residual else {"p_residual": None}),
-                divisible=tuple(pointers) if tile.unit == 16 else (),
+                divisible=tuple(pointers),
                 num_warps=tile.warps,
                 num_stages=tile.stages,
                 fp8_mma=True,
@@ -211,7 +215,7 @@ def variants(target: Target) -> list[Variant]:
                 | ({"p_residual": f"*{y}"} if residual else {})
                 | dict.fromkeys(_SUM_SIZES, "i32"),
                 {"UNIT": unit, "BLOCK_N": SUM_COLUMNS} | ({} if residual else {"p_residual": None}),
-                divisible=tuple(pointers) if unit == 16 else (),
+                divisible=tuple(pointers),
                 quick=(unit, y, residual) == (16, "bf16", False),
             )
         )

@@ -22,9 +22,11 @@ _SIZES = [
     "tiles_m", "n", "k", "x_stride", "x_scale_stride_t", "x_scale_stride_k", "w_scale_stride_e", "w_scale_stride_n",
     "w_scale_stride_k",
 ]  # fmt: skip
+# read element by element: their alignment is of no use, and must not compile a kernel anew either
+_SINGLE = ["p_x_scale", "p_w_scale", "p_offset", "p_tile_expert", "p_tile_row"]
 
 
-@triton.jit(do_not_specialize=_SIZES, do_not_specialize_on_alignment=["p_x_scale", "p_w_scale"])
+@triton.jit(do_not_specialize=_SIZES, do_not_specialize_on_alignment=_SINGLE)
 def gemm_grouped(
     x,
     w,
@@ -98,7 +100,7 @@ def variants(target: Target) -> list[Variant]:
             | dict.fromkeys(("p_offset", "p_tile_expert", "p_tile_row"), "*i32")
             | dict.fromkeys(_SIZES, "i32"),
             constants(tile),
-            divisible=("p_y", *(() if tile.descriptors else ("x", "w"))) if tile.unit == 16 else (),
+            divisible=("p_y", *(() if tile.descriptors else ("x", "w"))),
             num_warps=tile.warps,
             num_stages=tile.stages,
             fp8_mma=True,

@@ -116,7 +116,7 @@ def variants(target: Target) -> list[Variant]:
             | {"p_y": f"*{y}", "p_x_scale": "*fp32", "p_w_scale": "*fp32"}
             | dict.fromkeys(_SIZES, "i32"),
             constants(tile) | {"PROMOTED": target.name in PROMOTE},
-            divisible=("p_y", *(() if tile.descriptors else ("x", "w"))) if tile.unit == 16 else (),
+            divisible=("p_y", *(() if tile.descriptors else ("x", "w"))),
             num_warps=tile.warps,
             num_stages=tile.stages,
             fp8_mma=True,

@@ -17,9 +17,19 @@ __all__ = ["OPERATIONS", "doctor", "examine"]
 
 # operation → the module under kernels/ that has a Triton kernel for it; None: torch on every device
 OPERATIONS: dict[str, str | None] = {
-    "activation quantisation": "quantize_jit",
-    "prompts through the gated delta rule (chunked)": None,
-    "norms, rotary embedding, gates, vocabulary head": None,
+    "quantising activations": "quantize_jit",
+    "FP8 products, block scales": "gemm_block_jit",
+    "FP8 products, tensor and channel scales (no model uses them yet)": "gemm_scaled_jit",
+    "FP8 products of experts (no model uses them yet)": "gemm_grouped_jit",
+    "experts' silu and quantisation (no model uses it yet)": "silu_quantize_jit",
+    "writing the KV cache": "kv_write_jit",
+    "attention over the KV cache, decoding": "attention_jit",
+    "gated delta rule, decoding": "delta_rule_jit",
+    "short convolution, decoding": "conv_update_jit",
+    "acceptance of drafts": "acceptance_jit",
+    "prompts: attention and the chunked gated delta rule": None,
+    "unrounded inputs times FP8 weights (W8A16)": None,
+    "norms, rotary embedding, gates, embedding, vocabulary head": None,
 }
 
 

@@ -6,6 +6,7 @@ The clock is a stub: no figure of these tests says anything about speed.
 from __future__ import annotations
 
 import json
+import os
 
 import pytest
 import torch
@@ -14,7 +15,8 @@ from kernel_tools import interpreted
 from mtplab.bench import kernels_report
 from mtplab.bench.__main__ import main
 from mtplab.bench.gemm_cases import make_case, wrong
-from mtplab.bench.kernels import OURS, Limits, Measured, catalogued, goals, limits, measure
+from mtplab.bench.kernels import OURS, Limits, Measured, catalogued, goals, limits, measure, measure_memory
+from mtplab.bench.memory_cases import MemoryCase, Sizes
 from mtplab.study.gpus import GemmShape
 
 pytestmark = interpreted
@@ -53,7 +55,28 @@ def test_what_is_wrong_is_not(monkeypatch):
     assert wrong(case, "block scales") == "two runs differ"
 
 
+SIZES = Sizes(2, 2, 70, 256, 4, 2, 32, 1, 2, 16, 300)
+
+
+@pytest.mark.slow
+def test_what_memory_bounds_is_right_and_timed():
+    found = list(measure_memory(CPU, clock, Limits(1e12, None), SIZES))
+    assert len(found) == 2 + 3 * 5 + 2 and {line.note for line in found} == {""}
+    attention = next(line for line in found if line.name == "attend 2 over 70 in int8")
+    assert attention.gbytes == pytest.approx(2 * 2 * 2 * 70 * (32 + 4) / 2e-6 / 1e9)
+    assert "attend 2 over 70 in int8" in kernels_report.table(found)
+
+
+def test_a_wrong_kernel_of_a_round_is_not_timed():
+    case = MemoryCase("broken", 1.0, lambda: (torch.full((3,), 1.0 + (os.environ["MTPLAB_KERNELS"] == "triton")),))
+    assert "relative error 1.0e+00" in case.wrong()
+    runs = iter(range(3))
+    assert MemoryCase("random", 1.0, lambda: (torch.tensor([float(next(runs))]),)).wrong() == "two runs differ"
+    assert os.environ["MTPLAB_KERNELS"] == "triton", "the choice is put back"
+
+
 def test_time_that_is_up_is_said():
+    assert all("not measured" in line.note for line in measure_memory(CPU, clock, Limits(1e12, None), SIZES, budget=-1))
     (line,) = measure(CPU, clock, Limits(1e12, None), [SMALL], [3], budget=-1)
     assert line.seconds is None and "not measured" in line.note
 

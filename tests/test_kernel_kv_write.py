@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
@@ -9,6 +10,7 @@ from kernel_tools import interpreted
 from mtplab.kernels import kv_reference
 from mtplab.kernels.kv_layout import format_of
 from mtplab.kernels.kv_write import write_kv
+from mtplab.kernels.launch import interpreted as corrected
 from mtplab.quant.kv_codec import CODECS
 
 pytestmark = interpreted
@@ -140,6 +142,38 @@ def test_nan_and_infinity_stay_in_their_row(policy, bad):
     assert back[[0, 2]].isfinite().all() and bool(back[1, 7].isnan()) == lost
     if integer and lost:
         assert back[1].isnan().all() and (codes[0, 0, 0, 1] == 0).all()
+
+
+@pytest.fixture(params=[False, True], ids=["exact cast", "cast by way of FP16"])
+def cast(request, monkeypatch):
+    """Casts to FP8 as they should be, and as Triton has them on sm_89: float32 is first cut to FP16's mantissa."""
+    if request.param:
+        corrected()
+        from triton.runtime import interpreter
+
+        exact = interpreter._convert_float
+
+        def cut(data, source, target, rounding):
+            if source.is_fp32() and target.primitive_bitwidth == 8:
+                data = (np.ascontiguousarray(data).view(np.uint32) & np.uint32(0xFFFFE000)).view(np.float32)
+            return exact(data, source, target, rounding)
+
+        monkeypatch.setattr(interpreter, "_convert_float", cut)
+
+
+@pytest.mark.parametrize("policy", ["fp8_e4m3", "fp8_e5m2"])
+def test_every_fp8_code_and_every_tie(policy, cast):
+    """Between two codes: the tie, which goes to the even one, a float32 less and a float32 more; and both zeros."""
+    dtype = CODECS[policy].dtype
+    numbers = torch.arange(256, dtype=torch.int16).to(torch.uint8).view(dtype).float()
+    numbers = numbers[numbers.isfinite()].unique()
+    ties = (numbers[1:] + numbers[:-1]) / 2
+    far = torch.tensor(float("inf"))
+    x = torch.cat([numbers, ties, ties.nextafter(far), ties.nextafter(-far), torch.tensor([-0.0, -1e-30])])
+    x = torch.cat([x, x.new_zeros(-len(x) % 64)]).view(1, -1, 1, 64)
+    codes, _ = cache(policy, 1, 1, x.shape[1], 64)
+    write_kv(x, x, codes, None, torch.arange(x.shape[1])[None])
+    assert same(codes[0, 0, 0], x[0, :, 0].to(dtype)) and same(codes[1, 0, 0], codes[0, 0, 0])
 
 
 def test_fp8_scales():

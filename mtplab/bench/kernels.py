@@ -14,9 +14,10 @@ from typing import Any
 import torch
 
 from mtplab.bench.gemm_cases import GemmCase, make_case, wrong
+from mtplab.bench.memory_cases import Sizes, memory_cases
 from mtplab.study.gpus import GPUS, SHAPES, GemmShape, Gpu
 
-__all__ = ["ROWS", "Limits", "Measured", "catalogued", "goals", "limits", "measure"]
+__all__ = ["ROWS", "Limits", "Measured", "catalogued", "goals", "limits", "measure", "measure_memory"]
 
 ROWS = (1, 4, 16, 64, 256, 4096)
 Timer = Callable[[Callable[[], Any]], tuple[float, float, float]]
@@ -86,7 +87,7 @@ def measure(
     chip: Limits,
     shapes: Sequence[GemmShape] = SHAPES,
     rows: Sequence[int] = ROWS,
-    budget: float = 200.0,
+    budget: float = 160.0,
 ) -> Iterator[Measured]:
     """Every contestant on every product. Past `budget` seconds the rest is named as not measured, not left out."""
     begun = time.monotonic()
@@ -97,6 +98,25 @@ def measure(
                 yield Measured(shape.model, shape.name, shape.n, shape.k, m, "all", note=note)
                 continue
             yield from _measure_case(make_case(shape, m, device), timed, chip)
+
+
+def measure_memory(
+    device: torch.device, timed: Timer, chip: Limits, sizes: Sizes | None = None, budget: float = 40.0
+) -> Iterator[Measured]:
+    """The operations that memory bounds; bytes are those that must move, not those that a kernel moves."""
+    begun = time.monotonic()
+    for case in memory_cases(device, sizes):
+        where = {"model": "memory", "weight": "operations of a round", "n": 0, "k": 0, "m": 0, "name": case.name}
+        if time.monotonic() - begun > budget:
+            yield Measured(**where, note=f"not measured: {budget:g} s are up")
+            continue
+        fault = case.wrong()
+        if fault is not None:
+            yield Measured(**where, note=f"wrong, so not timed: {fault}")
+            continue
+        seconds = timed(case.call)
+        rate = case.nbytes / seconds[1]
+        yield Measured(**where, seconds=seconds, gbytes=rate / 1e9, of_copy=rate / chip.copy)
 
 
 def _measure_case(case: GemmCase, timed: Timer, chip: Limits) -> Iterator[Measured]:

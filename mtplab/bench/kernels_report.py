@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
-from itertools import groupby
+from itertools import chain, groupby
 from pathlib import Path
 from typing import Any
 
 import torch
 from tqdm import tqdm
 
-from mtplab.bench.kernels import OURS, Measured, goals, gpu_timer, limits, measure
+from mtplab.bench.kernels import OURS, Measured, goals, gpu_timer, limits, measure, measure_memory
 from mtplab.study.provenance import version
 
 __all__ = ["run", "table"]
@@ -32,7 +32,8 @@ def run(output: Path | None) -> int:
     torch.backends.cuda.matmul.allow_tf32 = False
     chip = limits(device, timed)
     with torch.inference_mode():
-        found = list(tqdm(measure(device, timed, chip), desc="measured", unit=" products"))
+        lines = chain(measure(device, timed, chip), measure_memory(device, timed, chip))
+        found = list(tqdm(lines, desc="measured", unit=" cases"))
     card = {
         "gpu": torch.cuda.get_device_name(device),
         "torch": torch.__version__,
@@ -53,14 +54,15 @@ def run(output: Path | None) -> int:
             "rows": [line.row() for line in found],
         }
         output.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-    return 1 if any(line.note.startswith("wrong") and line.name in OURS for line in found) else 0
+    ours = [line for line in found if line.name in OURS or line.model == "memory"]
+    return 1 if any(line.note.startswith("wrong") for line in ours) else 0
 
 
 def table(found: Sequence[Measured]) -> str:
     """One block a weight, one line a contestant and number of rows: µs at p20, p50, p80, TFLOP/s, GB/s and shares."""
     out = []
     for (model, weight, n, k), group in groupby(found, key=lambda x: (x.model, x.weight, x.n, x.k)):
-        out.append(f"\n{model} {weight} [{n}, {k}]")
+        out.append(f"\n{model} {weight}" + (f" [{n}, {k}]" if n else ""))
         out.append(f"  {'m':>5}  {'':36}  {'p20':>8} {'p50':>8} {'p80':>8} µs  TFLOP/s    GB/s  of copy  of FP8")
         for line in group:
             if line.seconds is None:
@@ -68,6 +70,7 @@ def table(found: Sequence[Measured]) -> str:
                 continue
             took = " ".join(f"{1e6 * s:8.1f}" for s in line.seconds)
             fp8 = f"{line.of_fp8:7.0%}" if line.of_fp8 is not None else "      –"
-            rates = f"{line.tflops:8.1f} {line.gbytes:7.0f}  {line.of_copy:7.0%}"
+            tflops = f"{line.tflops:8.1f}" if line.tflops is not None else "       –"
+            rates = f"{tflops} {line.gbytes:7.0f}  {line.of_copy:7.0%}"
             out.append(f"  {line.m:5}  {line.name:36}  {took}     {rates} {fp8}")
     return "\n".join(out)

@@ -26,6 +26,7 @@ from mtplab.decode.state import RunState
 from mtplab.decode.stats import Progress, RoundRecord
 from mtplab.decode.steps import Steps
 from mtplab.errors import MtplabError
+from mtplab.kernels.acceptance import emit_greedy, emit_sampled
 from mtplab.models import Model
 from mtplab.models.attend import KEY_BLOCK
 from mtplab.models.delta_rule import CHUNK
@@ -64,7 +65,7 @@ class Run:
         longest = max(map(len, prompts))
         need = max(round_up(longest, CHUNK), longest + sampling.max_new_tokens + self.k + 1)
         block = KEY_BLOCK if exact or compiled else 64
-        self.passes = PassMaker(model.config, round_up(need, block), model.dtype, self.device)
+        self.passes = PassMaker(model.config, round_up(need, block), model.dtype, self.device, self.k + 1)
         self.state = RunState(model, len(prompts), self.passes.capacity, policy, draft_policy, self.k)
         self.steps = Steps(model, self.passes, self.state, exact, compiled)
         self.prompts = prompts
@@ -176,6 +177,8 @@ class Run:
         return torch.stack(drafts, 1), torch.stack(probs, 1) if probs else None
 
     def _verdict(self, drafts: Tensor, draft_probs: Tensor | None, logits: Tensor) -> Verdict:
+        if self.passes.kernels:
+            return self._verdict_of_kernels(drafts, draft_probs, logits)
         self._check(logits)
         if self.sampling.greedy:
             return accept_greedy(drafts, greedy(logits))
@@ -187,6 +190,20 @@ class Run:
             self._uniform(positions[:, : self.k], Purpose.ACCEPT),
             self._uniform(positions, Purpose.SAMPLE),
         )
+
+    def _verdict_of_kernels(self, drafts: Tensor, draft_probs: Tensor | None, logits: Tensor) -> Verdict:
+        if self.sampling.greedy:
+            out = emit_greedy(drafts, logits)
+        else:
+            prompts = torch.tensor([self.first + i for i in self.live], device=self.device)
+            starts = torch.from_numpy(self.lengths).to(self.device)
+            target = distribution(logits, self.sampling)
+            out = emit_sampled(drafts, target, draft_probs, self.sampling.seed, prompts, starts)
+        accepted = out.num_emitted - 1
+        if bool((out.tokens.gather(1, accepted[:, None]) < 0).any()):
+            self._check(logits)
+        # what lies past the emitted tokens is read by the draft and overwritten: any token will do
+        return Verdict(accepted, out.tokens.clamp_min(0))
 
     def _choose(self, logits: Tensor, positions: np.ndarray) -> Tensor:
         """The target's own token at each position: logits [b, t, v], positions [b, t] → [b, t]."""

@@ -31,7 +31,9 @@ class KVCache:
         dtype: torch.dtype,
         meta_dtype: torch.dtype,
         device: torch.device,
+        kernels: bool = False,
     ):
+        """`kernels`: decoding reads the codes themselves, so no copy is kept as read back."""
         self.policy, self.codec, self.dtype, self.meta_dtype = policy, policy.codec, dtype, meta_dtype
         shape = (2, batch, kv_heads, capacity)
         self.codes = torch.zeros(
@@ -39,7 +41,9 @@ class KVCache:
         )
         self.meta = torch.zeros(*shape, 2, dtype=meta_dtype, device=device) if policy.meta else None
         plain = self.codes.dtype == dtype and policy.meta == 0
-        self.values = self.codes if plain else torch.zeros(*shape, head_dim, dtype=dtype, device=device)
+        self.values: Tensor | None = self.codes
+        if not plain:
+            self.values = None if kernels else torch.zeros(*shape, head_dim, dtype=dtype, device=device)
 
     @property
     def capacity(self) -> int:
@@ -50,20 +54,25 @@ class KVCache:
         """Store rows [2·r, d] (K first, then V) at flat slots [2·r] (see `slot_index`)."""
         codes, meta = self.codec.encode(rows, self.meta_dtype)
         self._flat(self.codes).index_copy_(0, slots, _movable(codes))
-        if self.values is not self.codes:
+        if self.values is not None and self.values is not self.codes:
             self._flat(self.values).index_copy_(0, slots, self.codec.decode(codes, meta, self.dtype))
         if self.meta is not None:
             self._flat(self.meta).index_copy_(0, slots, meta)
 
     def read(self, length: int) -> tuple[Tensor, Tensor]:
         """K and V [b, h_kv, length, d] of the first `length` slots, as stored."""
-        return self.values[0, :, :, :length], self.values[1, :, :, :length]
+        if self.values is not None:
+            return self.values[0, :, :, :length], self.values[1, :, :, :length]
+        meta = None if self.meta is None else self.meta[..., :length, :]
+        keys, values = self.codec.decode(self.codes[..., :length, :], meta, self.dtype)
+        return keys, values
 
     def select(self, rows: Tensor) -> None:
         """Keep these sequences of the batch, in this order."""
         plain = self.values is self.codes
         self.codes = _movable(self.codes).index_select(1, rows).view(self.codes.dtype)
-        self.values = self.codes if plain else self.values.index_select(1, rows)
+        if self.values is not None:
+            self.values = self.codes if plain else self.values.index_select(1, rows)
         if self.meta is not None:
             self.meta = self.meta.index_select(1, rows)
 

@@ -10,6 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mtplab.kernels.attention import attend_cache
+from mtplab.kernels.conv_update import conv_update
+from mtplab.kernels.delta_rule import delta_rule
+from mtplab.kernels.kv_write import write_kv
 from mtplab.models.attend import attend
 from mtplab.models.cache import DeltaState, KVCache
 from mtplab.models.config import ModelConfig
@@ -53,11 +57,23 @@ class Attention:
         swapped = turned.roll(c.rotary_dim // 2, dims=-1)
         turned.mul_(run.cos).add_(swapped.mul_(run.sin))
         q, k = torch.split_with_sizes(qk, (c.num_heads, c.num_kv_heads), dim=2)
-        cache.write(run.slots, torch.cat([k.reshape(-1, c.head_dim), run.spread(v).reshape(-1, c.head_dim)]))
-        keys, values = cache.read(run.key_length)
-        mixed = attend(q.transpose(1, 2), keys, values, run.bias, run.exact)
+        mix = self._with_kernels if run.kernels else self._with_torch
+        mixed = mix(q, k, run.spread(v).view(b, t, c.num_kv_heads, c.head_dim), run, cache)
         mixed = mixed.mul_(gate.reshape(b, t, -1).sigmoid())
         return self.out.add_to(residual, run.gather(mixed))
+
+    def _with_torch(self, q: Tensor, k: Tensor, v: Tensor, run: Pass, cache: KVCache) -> Tensor:
+        d = self.config.head_dim
+        cache.write(run.slots, torch.cat([k.reshape(-1, d), v.reshape(-1, d)]))
+        keys, values = cache.read(run.key_length)
+        return attend(q.transpose(1, 2), keys, values, run.bias, run.exact)
+
+    def _with_kernels(self, q: Tensor, k: Tensor, v: Tensor, run: Pass, cache: KVCache) -> Tensor:
+        write_kv(k, v, cache.codes, cache.meta, run.positions)
+        out = attend_cache(
+            q, cache.codes, cache.meta, run.positions, scale=1.0, longest=run.longest, most_tokens=run.most_tokens
+        )
+        return out.flatten(2)
 
 
 class GatedDelta:
@@ -87,18 +103,42 @@ class GatedDelta:
         self._qk_norm = RMSNorm(size, L2_EPS / dk)
 
     def __call__(self, residual: Tensor, x: Tensor, run: Pass, state: DeltaState) -> Tensor:
-        t = run.tokens
         qkv, z, beta, a = self.inputs(x)
         # gates of all padded rows, [m, v_heads]: their vectorised and scalar forms differ in the last bit
         beta = beta.contiguous().float().sigmoid_()
         log_decay = F.softplus(a.float() + self.dt_bias).mul_(self.minus_a)
-        window = torch.cat([state.conv, run.spread(qkv)], dim=1)
-        q, k, v = self._heads(self._convolve(window, t))
-        mix = self._decode if run.valid is None else self._prompt
-        out = mix(q, k, v, log_decay, beta, window, run, state)
+        mix = self._with_kernels if run.kernels else self._with_torch
         # out [b, t, v_heads, dv]
+        out = mix(run.spread(qkv), log_decay, beta, run, state)
         out = run.gather(self.norm(out).to(x.dtype).flatten(2))
         return self.out.add_to(residual, out * F.silu(z))
+
+    def _with_kernels(self, qkv: Tensor, log_decay: Tensor, beta: Tensor, run: Pass, state: DeltaState) -> Tensor:
+        c, b, t = self.config, run.batch, run.tokens
+        window = None
+        if t > 1:
+            window = qkv.new_empty(b, c.conv_kernel - 1 + t, c.conv_dim)
+            state.keep_window(window)
+        mixed = conv_update(qkv, state.conv, self.conv_weight, window)
+        q, k, v = torch.split_with_sizes(mixed, (c.key_dim, c.key_dim, c.value_dim), dim=-1)
+        return delta_rule(
+            q.view(b, t, c.linear_k_heads, -1),
+            k.view(b, t, c.linear_k_heads, -1),
+            v.view(b, t, c.linear_v_heads, -1),
+            run.spread(log_decay),
+            run.spread(beta),
+            state.recurrent,
+            state.step_buffer(t) if t > 1 else None,
+            normalize=True,
+            scale=c.linear_k_dim**-0.5,
+            eps=L2_EPS,
+        )
+
+    def _with_torch(self, qkv: Tensor, log_decay: Tensor, beta: Tensor, run: Pass, state: DeltaState) -> Tensor:
+        window = torch.cat([state.conv, qkv], dim=1)
+        q, k, v = self._heads(self._convolve(window, run.tokens))
+        mix = self._decode if run.valid is None else self._prompt
+        return mix(q, k, v, log_decay, beta, window, run, state)
 
     def _convolve(self, window: Tensor, t: int) -> Tensor:
         mixed = window[:, :t] * self.conv_weight[0]

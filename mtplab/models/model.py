@@ -16,6 +16,7 @@ from mtplab.checkpoint.strict_json import read_json_object
 from mtplab.config import EngineConfig, SpecConfig
 from mtplab.errors import CheckpointError, ConfigError
 from mtplab.models.cache import DeltaState, KVCache
+from mtplab.models.choice import decodes_with_kernels
 from mtplab.models.config import ModelConfig, parse_config
 from mtplab.models.parameters import Parameters
 from mtplab.models.qwen3_5 import Head, Target, build_head, build_target
@@ -101,7 +102,15 @@ class Model:
         if policy.bits == 4 and c.head_dim % 2:
             raise ConfigError(f"quant_policy {policy.name} packs pairs, but head_dim is {c.head_dim}; use int8")
         return KVCache(
-            policy, batch, c.num_kv_heads, capacity, c.head_dim, self.dtype, self.checkpoint_dtype, self.device
+            policy,
+            batch,
+            c.num_kv_heads,
+            capacity,
+            c.head_dim,
+            self.dtype,
+            self.checkpoint_dtype,
+            self.device,
+            decodes_with_kernels(c, self.dtype, self.device),
         )
 
     def _delta_state(self, batch: int) -> DeltaState:

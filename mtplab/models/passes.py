@@ -12,6 +12,7 @@ from torch import Tensor
 
 from mtplab.models.attend import attention_bias, padded_key_length
 from mtplab.models.cache import slot_base, slot_index
+from mtplab.models.choice import decodes_with_kernels
 from mtplab.models.config import ModelConfig
 from mtplab.models.rows import pad_rows, row_count
 
@@ -34,6 +35,10 @@ class Pass:
     key_length: int
     bias: Tensor | None  # [b, t·group, key_length]
     valid: Tensor | None
+    kernels: bool  # decoding, with Triton's kernels
+    positions: Tensor  # [b, t]
+    longest: int  # one more than the largest position
+    most_tokens: int  # of a sequence, in any decoding pass of the run
     places: Tensor | None  # [rows]
 
     @property
@@ -64,8 +69,13 @@ class Pass:
 class PassMaker:
     """Makes the passes of one run: holds the rotary table, so that a pass only looks its rows up."""
 
-    def __init__(self, config: ModelConfig, capacity: int, dtype: torch.dtype, device: torch.device):
+    def __init__(
+        self, config: ModelConfig, capacity: int, dtype: torch.dtype, device: torch.device, most_tokens: int = 1
+    ):
+        """`most_tokens`: of a sequence in any decoding pass; kernels then treat a token alike in all of them."""
+        self.most_tokens = most_tokens
         self.config, self.capacity, self.device = config, capacity, device
+        self.kernels = decodes_with_kernels(config, dtype, device)
         half = torch.arange(0, config.rotary_dim, 2, dtype=torch.float32, device=device)
         inverse = 1.0 / (config.rope_theta ** (half / config.rotary_dim))
         angle = torch.arange(capacity, dtype=torch.float32, device=device)[:, None] * inverse
@@ -103,5 +113,9 @@ class PassMaker:
             key_length=length,
             bias=bias,
             valid=valid,
+            kernels=self.kernels and valid is None,
+            positions=positions,
+            longest=longest,
+            most_tokens=max(self.most_tokens, t),
             places=None if valid is None else (self._keys[:t] < valid[:, None]).flatten().nonzero().flatten(),
         )

@@ -1,0 +1,60 @@
+"""The engine with Triton's kernels, interpreted: the same tokens and rounds as with torch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from mtplab import generate, load_model
+from mtplab.models.cache import KVCache
+from mtplab.quant.policy import POLICIES, resolve_policy
+
+PROMPTS = ["In the beginning God", "def f"]  # ragged
+
+
+def run(path, monkeypatch, how: str, policy: str, **settings):
+    monkeypatch.setenv("MTPLAB_KERNELS", how)
+    model = load_model(path, quant_policy=policy)
+    return generate(model, PROMPTS, **({"depth": 2, "max_new_tokens": 8} | settings))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", [p for p in POLICIES])
+def test_greedy_rounds_are_the_same(bundled, monkeypatch, policy):
+    """Attention over codes, cache writes, the delta rule, its convolution and acceptance, with rollback in two rows."""
+    with_kernels = run(bundled, monkeypatch, "triton", policy)
+    with_torch = run(bundled, monkeypatch, "reference", policy)
+    assert with_kernels.tokens == with_torch.tokens and with_kernels.rounds == with_torch.rounds
+    assert 0 < with_torch.stats.accepted < with_torch.stats.drafted, "nothing was rolled back"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("draft_sampling", ["greedy", "sampled"])
+def test_sampled_rounds_are_the_same(bundled, monkeypatch, draft_sampling):
+    settings = {"temperature": 0.8, "top_p": 0.95, "seed": 3, "draft_sampling": draft_sampling}
+    with_kernels = run(bundled, monkeypatch, "triton", "none", **settings)
+    with_torch = run(bundled, monkeypatch, "reference", "none", **settings)
+    assert with_kernels.tokens == with_torch.tokens and with_kernels.rounds == with_torch.rounds
+
+
+@pytest.mark.slow
+def test_fp8_layers_multiply_codes(bundled_fp8, monkeypatch):
+    settings = {"depth": 1, "max_new_tokens": 3}
+    with_kernels = run(bundled_fp8, monkeypatch, "triton", "fp8_e4m3", **settings)
+    assert with_kernels.tokens == run(bundled_fp8, monkeypatch, "reference", "fp8_e4m3", **settings).tokens
+
+
+@pytest.mark.parametrize("policy", ["int8", "int4", "fp8_e5m2"])
+def test_a_cache_read_by_kernels_keeps_no_copy(policy):
+    """What a prompt's attention reads is decoded from the codes then, and is what a kept copy would hold."""
+    made = [
+        KVCache(resolve_policy(policy), 2, 1, 16, 32, torch.float32, torch.bfloat16, torch.device("cpu"), kernels)
+        for kernels in (True, False)
+    ]
+    rows, slots = torch.randn(8, 32), torch.tensor([0, 1, 16, 17, 32, 33, 48, 49])
+    for cache in made:
+        cache.write(slots, rows)
+        cache.select(torch.tensor([1, 0]))
+    assert made[0].values is None and made[1].values is not None
+    for a, b in zip(made[0].read(5), made[1].read(5), strict=True):
+        assert torch.equal(a, b)

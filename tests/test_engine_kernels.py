@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mtplab import generate, load_model
+from mtplab import ConfigError, MtplabError, generate, load_model
 from mtplab.models.cache import KVCache
 from mtplab.quant.policy import POLICIES, resolve_policy
 
@@ -42,6 +42,30 @@ def test_fp8_layers_multiply_codes(bundled_fp8, monkeypatch):
     settings = {"depth": 1, "max_new_tokens": 3}
     with_kernels = run(bundled_fp8, monkeypatch, "triton", "fp8_e4m3", **settings)
     assert with_kernels.tokens == run(bundled_fp8, monkeypatch, "reference", "fp8_e4m3", **settings).tokens
+
+
+def test_compiling_kernels_is_refused(bundled, monkeypatch):
+    monkeypatch.setenv("MTPLAB_KERNELS", "triton")
+    with pytest.raises(ConfigError, match="MTPLAB_KERNELS=reference"):
+        generate(load_model(bundled), "x", compile=True)
+
+
+def test_nan_logits_are_told(bundled, monkeypatch):
+    """The kernel says −1 for them; the run says what happened, as it does with torch."""
+    monkeypatch.setenv("MTPLAB_KERNELS", "triton")
+    model = load_model(bundled)
+    head = model.target.head
+    calls = []
+
+    class Broken:
+        def __call__(self, x):
+            calls.append(x)
+            (out,) = head(x)
+            return (out if len(calls) == 1 else out * float("nan"),)
+
+    model.target.head = Broken()
+    with pytest.raises(MtplabError, match="prompt 0: the target's logits are NaN or infinite"):
+        generate(model, [[5, 6]], depth=0, max_new_tokens=4)
 
 
 @pytest.mark.parametrize("policy", ["int8", "int4", "fp8_e5m2"])

@@ -21,6 +21,7 @@ from mtplab.decode.stats import Generation, Progress
 from mtplab.decode.threads import running_with, thread_count
 from mtplab.errors import ConfigError
 from mtplab.models import Model
+from mtplab.models.choice import decodes_with_kernels
 from mtplab.quant.policy import QuantPolicy, resolve_policy
 
 Prompts = str | Sequence[str] | Sequence[Sequence[int]]
@@ -103,6 +104,11 @@ def generate(
             raise ConfigError(f"{name} is {flag!r}; expected True or False")
     if compile and exact:
         raise ConfigError("compile and exact are both true; compiled arithmetic is not exact: choose one")
+    if compile and decodes_with_kernels(model.config, model.dtype, model.device):
+        raise ConfigError(
+            "compile is true, and this run uses Triton's kernels, which torch.compile would only wrap: leave compile out, "
+            "or set MTPLAB_KERNELS=reference for torch's own operators"
+        )
     wanted = model.engine.exact and not compile if exact is None else exact
     exact = bool(wanted) and model.can_be_exact
     ids = token_ids(model, prompts)

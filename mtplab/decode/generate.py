@@ -106,8 +106,8 @@ def generate(
         raise ConfigError("compile and exact are both true; compiled arithmetic is not exact: choose one")
     if compile and decodes_with_kernels(model.config, model.dtype, model.device):
         raise ConfigError(
-            "compile is true, and this run uses Triton's kernels, which torch.compile would only wrap: leave compile out, "
-            "or set MTPLAB_KERNELS=reference for torch's own operators"
+            "compile is true, and this run uses Triton's kernels, which torch.compile would only wrap: leave compile "
+            "out, or set MTPLAB_KERNELS=reference for torch's own operators"
         )
     wanted = model.engine.exact and not compile if exact is None else exact
     exact = bool(wanted) and model.can_be_exact

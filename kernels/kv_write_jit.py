@@ -10,6 +10,7 @@ import itertools
 import triton
 import triton.language as tl
 
+from mtplab.kernels.quantize_jit import nearest_float8
 from mtplab.kernels.targets import Target
 from mtplab.kernels.variants import Variant
 
@@ -125,8 +126,8 @@ def write_rows(
     elif TOP > 0:
         b_scale = tl.full((BLOCK_M, BLOCK_H), 1.0, tl.float32) * tl.where(i_kv == 0, k_scale, v_scale)
         code_type = p_code.dtype.element_ty
-        tl.store(p_out, _float8(tl.div_rn(b_first.to(tl.float32), b_scale), TOP).to(code_type), mask)
-        tl.store(p_out + half, _float8(tl.div_rn(b_second.to(tl.float32), b_scale), TOP).to(code_type), mask)
+        tl.store(p_out, nearest_float8(tl.div_rn(b_first.to(tl.float32), b_scale), TOP, code_type), mask)
+        tl.store(p_out + half, nearest_float8(tl.div_rn(b_second.to(tl.float32), b_scale), TOP, code_type), mask)
     else:
         tl.store(p_out, b_first.to(tl.float32).to(p_code.dtype.element_ty), mask)
         tl.store(p_out + half, b_second.to(tl.float32).to(p_code.dtype.element_ty), mask)
@@ -136,26 +137,6 @@ def write_rows(
 def _within(b_x, TOP: tl.constexpr):
     """Clamped to ±TOP; a NaN stays."""
     return tl.where(b_x == b_x, tl.clamp(b_x, -TOP, TOP), b_x)
-
-
-@triton.jit
-def _float8(b_x, TOP: tl.constexpr):
-    """The nearest number of E4M3 (TOP 448) or E5M2, ties to even, in float32.
-
-    The cast that follows is then exact however it is done: for sm_89 Triton cuts float32 to FP16 first, which makes a
-    tie of what is a little more. Adding 1.5 · 2^(e + 23 − mantissa bits) rounds a value of exponent e.
-    """
-    b_x = _within(b_x, TOP)
-    b_bits = b_x.to(tl.int32, bitcast=True)
-    b_power = (b_bits & 0x7F800000).to(tl.float32, bitcast=True)
-    if TOP == 448.0:
-        b_magic = tl.maximum(b_power, 0.015625) * 1572864.0
-    else:
-        b_magic = tl.maximum(b_power, 0.00006103515625) * 3145728.0
-    b_round = (b_x + b_magic) - b_magic
-    # a negative value that becomes zero keeps its sign
-    b_bits = b_round.to(tl.int32, bitcast=True) | (b_bits & -0x80000000)
-    return b_bits.to(tl.float32, bitcast=True)
 
 
 @triton.jit

@@ -17,7 +17,6 @@ __all__ = [
     "VARIABLE",
     "check",
     "chosen",
-    "has_descriptors",
     "interpreted",
     "processors",
     "reason",
@@ -60,7 +59,12 @@ def _decide(device: torch.device) -> tuple[str, str]:
         if asked == "triton":
             raise ValueError(f"{VARIABLE}=triton, but triton is not installed")
         return "reference", "triton is not installed"
-    return "triton", "a GPU" if asked == "auto" else f"{VARIABLE}=triton"
+    found, known = _architecture(device)
+    if known is None:
+        if asked == "triton":
+            raise ValueError(f"{VARIABLE}=triton, but this GPU is {found}; the kernels are for {', '.join(TARGETS)}")
+        return "reference", f"this GPU is {found}, and the kernels are for {', '.join(TARGETS)}"
+    return "triton", f"a GPU, {found}" if asked == "auto" else f"{VARIABLE}=triton"
 
 
 @cache
@@ -81,14 +85,6 @@ def interpreted() -> bool:
 
 
 @cache
-def has_descriptors(device: torch.device) -> bool:
-    """Whether tensor descriptors are hardware there: NVIDIA from compute capability 9.0."""
-    return (
-        device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (9, 0)
-    )
-
-
-@cache
 def target(device: torch.device) -> Target:
     """The entry of `TARGETS` whose choices hold on this device; sm_90's for a CPU, where kernels are interpreted.
 
@@ -96,17 +92,22 @@ def target(device: torch.device) -> Target:
     """
     if device.type == "cpu":
         return TARGETS["sm_90"]
+    found, known = _architecture(device)
+    if known is None:
+        raise ValueError(f"this GPU is {found}; the FP8 kernels are for {', '.join(TARGETS)}")
+    return known
+
+
+@cache
+def _architecture(device: torch.device) -> tuple[str, Target | None]:
+    """What a GPU is, and which of the targets serves it: its own, or the one of its family."""
     if torch.version.hip is not None:
         name = found = torch.cuda.get_device_properties(device).gcnArchName.split(":")[0]
     else:
         major, minor = torch.cuda.get_device_capability(device)
         found = f"sm_{major}{minor}"
         name = {10: "sm_100", 12: "sm_120"}.get(major, found)
-    if name not in TARGETS:
-        raise ValueError(
-            f"this GPU is {found}; the FP8 kernels are for {', '.join(TARGETS)}: set {VARIABLE}=reference to use torch"
-        )
-    return TARGETS[name]
+    return found, TARGETS.get(name)
 
 
 @cache

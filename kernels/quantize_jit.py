@@ -13,7 +13,7 @@ import triton.language as tl
 from mtplab.kernels.targets import Target
 from mtplab.kernels.variants import Variant
 
-__all__ = ["GROUP", "TOKEN_BLOCK", "quantize_rows", "rows_for", "variants"]
+__all__ = ["GROUP", "TOKEN_BLOCK", "codes_of", "nearest_float8", "quantize_rows", "rows_for", "variants"]
 
 GROUP = 128  # columns that share a scale
 # columns of one token that a program holds at a time when a token has one scale
@@ -69,19 +69,45 @@ def quantize_rows(
         b_scale = (b_exponent << 23).to(tl.float32, bitcast=True)
     b_scale = tl.where(b_nan > 0, float("nan"), b_scale)
     tl.store(p_scale + o_m * scale_stride_m + i_g * scale_stride_g, b_scale, m_m)
-    tl.store(p_codes + o_k[None, :], _codes(b_x, b_scale, TOP).to(p_code.dtype.element_ty), mask)
+    tl.store(p_codes + o_k[None, :], codes_of(b_x, b_scale, TOP, p_code.dtype.element_ty), mask)
     if WHOLE:
         for start in range(BLOCK_K, k, BLOCK_K):
             more = m_m[:, None] & (start + o_k < k)[None, :]
             b_more = tl.load(p_rows + start + o_k[None, :], more, other=0.0).to(tl.float32)
-            tl.store(p_codes + start + o_k[None, :], _codes(b_more, b_scale, TOP).to(p_code.dtype.element_ty), more)
+            b_code = codes_of(b_more, b_scale, TOP, p_code.dtype.element_ty)
+            tl.store(p_codes + start + o_k[None, :], b_code, more)
 
 
 @triton.jit
-def _codes(b_x, b_scale, TOP: tl.constexpr):
-    """[BLOCK_M, BLOCK_K] / [BLOCK_M], rounded as division is; a quotient may pass TOP by a rounding, a NaN stays."""
-    b_code = tl.div_rn(b_x, tl.broadcast_to(b_scale[:, None], b_x.shape))
-    return tl.where(b_code == b_code, tl.clamp(b_code, -TOP, TOP), b_code)
+def codes_of(b_x, b_scale, TOP: tl.constexpr, code: tl.constexpr):
+    """[BLOCK_M, BLOCK_K] / [BLOCK_M] as FP8 of type `code`, rounded as division and a cast to nearest even are."""
+    return nearest_float8(tl.div_rn(b_x, tl.broadcast_to(b_scale[:, None], b_x.shape)), TOP, code)
+
+
+@triton.jit
+def nearest_float8(b_x, TOP: tl.constexpr, code: tl.constexpr):
+    """float32 → FP8 of type `code`, ties to even, kept within ±TOP, its largest number; a NaN stays.
+
+    Rounded before the cast, which is then exact however it is done: for sm_89 Triton cuts float32 to FP16 first, which
+    makes a tie of what is a little more. Adding 1.5 · 2^(e + 23 − mantissa bits) rounds a value of exponent e; below
+    the least normal number the spacing stays.
+    """
+    b_x = tl.where(b_x == b_x, tl.clamp(b_x, -TOP, TOP), b_x)
+    b_bits = b_x.to(tl.int32, bitcast=True)
+    b_power = (b_bits & 0x7F800000).to(tl.float32, bitcast=True)
+    if code == tl.float8e4nv:
+        b_magic = tl.maximum(b_power, 0.015625) * 1572864.0
+    elif code == tl.float8e4b8:
+        b_magic = tl.maximum(b_power, 0.0078125) * 1572864.0
+    elif code == tl.float8e5:
+        b_magic = tl.maximum(b_power, 0.00006103515625) * 3145728.0
+    else:
+        tl.static_assert(code == tl.float8e5b16)
+        b_magic = tl.maximum(b_power, 0.000030517578125) * 3145728.0
+    b_round = (b_x + b_magic) - b_magic
+    # a negative value that becomes zero keeps its sign
+    b_bits = b_round.to(tl.int32, bitcast=True) | (b_bits & -0x80000000)
+    return b_bits.to(tl.float32, bitcast=True).to(code)
 
 
 def rows_for(m: int) -> int:

@@ -10,7 +10,7 @@ import itertools
 import triton
 import triton.language as tl
 
-from mtplab.kernels.quantize_jit import GROUP, _codes
+from mtplab.kernels.quantize_jit import GROUP, codes_of
 from mtplab.kernels.targets import Target
 from mtplab.kernels.variants import Variant
 
@@ -49,7 +49,7 @@ def silu_quantize(
     b_scale = tl.div_rn(tl.maximum(tl.max(tl.abs(b_x), axis=1), FLOOR), TOP)
     b_scale = tl.where(tl.max((b_x != b_x).to(tl.int32), axis=1) > 0, float("nan"), b_scale)
     tl.store(p_scale + o_m * scale_stride_m + i_g * scale_stride_g, b_scale, o_m < m)
-    b_code = _codes(b_x, b_scale, TOP).to(p_code.dtype.element_ty)
+    b_code = codes_of(b_x, b_scale, TOP, p_code.dtype.element_ty)
     tl.store(p_code + o_m[:, None] * code_stride + o_k[None, :], b_code, mask)
 
 

@@ -83,7 +83,8 @@ def test_time_that_is_up_is_said():
 
 def test_the_copy_is_the_limit():
     assert limits(CPU, clock, nbytes=1 << 10).copy == pytest.approx(2 * 1024 / 2e-6)
-    assert catalogued("NVIDIA H200").name == "H200 SXM" and catalogued("NVIDIA GeForce RTX 9999") is None
+    assert catalogued("NVIDIA H200").name == "H200 SXM"
+    assert not any(map(catalogued, ("NVIDIA GeForce RTX 9999", "NVIDIA H100 PCIe", "NVIDIA H200 NVL")))
 
 
 def line(name: str, m: int, seconds: float, **more) -> Measured:
@@ -104,6 +105,18 @@ def test_goals_are_held_against_the_worst_case():
     assert [is_met for is_met, _ in met.values()] == [True, False, True, True, False], verdicts
     assert "0.90 on model weight [8192, 8192], m 1, expected 1" in next(reversed(met.values()))[1]
     assert goals([]) == []
+    unmeasured = Measured("model", "weight", 8192, 8192, 64, "block scales", note="cannot run: OutOfResources")
+    assert not any(is_met for _, is_met, _ in goals([*found, unmeasured])), "a goal met without its hardest case"
+
+
+def test_what_cannot_run_is_noted_and_the_rest_goes_on(monkeypatch):
+    def broken(*arguments, **settings):
+        raise ZeroDivisionError("compiler says no\nand more")
+
+    monkeypatch.setattr("mtplab.bench.gemm_cases.gemm_scaled", broken)
+    found = list(measure(CPU, clock, Limits(1e12, 1e15), [SMALL], [3]))
+    notes = {line.name: line.note for line in found}
+    assert "ZeroDivisionError" in notes["token and channel scales"] and not notes["block scales"]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: the command measures")

@@ -11,7 +11,9 @@ from conftest import REPO
 from mtplab import ConfigError
 from mtplab.cli import main
 from mtplab.cli_doctor import OPERATIONS, examine
+from mtplab.kernels import launch
 from mtplab.kernels.launch import check, chosen, reason
+from mtplab.kernels.targets import TARGETS
 
 
 def test_every_kernel_is_an_operation():
@@ -50,10 +52,22 @@ def test_triton_on_a_cpu_needs_the_interpreter(monkeypatch):
 
 
 def test_a_gpu_gets_kernels_unless_told_otherwise(monkeypatch):
+    gpu = torch.device("cuda")
+    monkeypatch.setattr(launch, "_architecture", lambda device: ("sm_90", TARGETS["sm_90"]))
     monkeypatch.delenv("MTPLAB_KERNELS", raising=False)
-    assert (chosen(torch.device("cuda")), reason(torch.device("cuda"))) == ("triton", "a GPU")
+    assert (chosen(gpu), reason(gpu)) == ("triton", "a GPU, sm_90")
     monkeypatch.setenv("MTPLAB_KERNELS", "reference")
-    assert chosen(torch.device("cuda")) == "reference"
+    assert chosen(gpu) == "reference"
+
+
+def test_a_gpu_without_fp8_gets_torch(monkeypatch):
+    gpu = torch.device("cuda")
+    monkeypatch.setattr(launch, "_architecture", lambda device: ("sm_80", None))
+    monkeypatch.delenv("MTPLAB_KERNELS", raising=False)
+    assert chosen(gpu) == "reference" and "this GPU is sm_80, and the kernels are for sm_89" in reason(gpu)
+    monkeypatch.setenv("MTPLAB_KERNELS", "triton")
+    with pytest.raises(ValueError, match="this GPU is sm_80"):
+        chosen(gpu)
 
 
 def test_a_launcher_names_what_it_was_given():

@@ -6,16 +6,44 @@ import pytest
 import torch
 
 from mtplab import ConfigError, MtplabError, generate, load_model
+from mtplab.decode import runner
+from mtplab.decode.peek import next_logits
+from mtplab.kernels import launch
+from mtplab.models import layers
 from mtplab.models.cache import KVCache
+from mtplab.quant import fp8_products
 from mtplab.quant.policy import POLICIES, resolve_policy
 
 PROMPTS = ["In the beginning God", "def f"]  # ragged
 
 
 def run(path, monkeypatch, how: str, policy: str, **settings):
+    """The run, once it is sure that kernels computed it, or did not."""
     monkeypatch.setenv("MTPLAB_KERNELS", how)
-    model = load_model(path, quant_policy=policy)
-    return generate(model, PROMPTS, **({"depth": 2, "max_new_tokens": 8} | settings))
+    launched = []
+
+    def spied(module, name):
+        launcher = getattr(module, name)
+
+        def spy(*arguments, **keywords):
+            launched.append((name, launch.chosen(arguments[0].device)))
+            return launcher(*arguments, **keywords)
+
+        monkeypatch.setattr(module, name, spy)
+
+    with monkeypatch.context() as monkeypatch:
+        for name in ("attend_cache", "write_kv", "delta_rule", "conv_update"):
+            spied(layers, name)
+        spied(runner, "emit_greedy")
+        spied(runner, "emit_sampled")
+        spied(fp8_products, "gemm_block")
+        model = load_model(path, quant_policy=policy)
+        out = generate(model, PROMPTS, **({"depth": 2, "max_new_tokens": 8} | settings))
+    names = {"attend_cache", "write_kv", "delta_rule", "conv_update"}
+    names |= {"emit_sampled" if settings.get("temperature") else "emit_greedy"}
+    names |= {"gemm_block"} if path.name.endswith("fp8") else set()
+    assert set(launched) == ({(name, "triton") for name in names} if how == "triton" else set())
+    return out
 
 
 @pytest.mark.slow
@@ -35,6 +63,19 @@ def test_sampled_rounds_are_the_same(bundled, monkeypatch, draft_sampling):
     with_kernels = run(bundled, monkeypatch, "triton", "none", **settings)
     with_torch = run(bundled, monkeypatch, "reference", "none", **settings)
     assert with_kernels.tokens == with_torch.tokens and with_kernels.rounds == with_torch.rounds
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_half_precision_as_gpus_compute(bundled, monkeypatch, dtype):
+    """BF16 and FP16 sums part at near-ties; the logits stay close."""
+    found = {}
+    for how in ("triton", "reference"):
+        monkeypatch.setenv("MTPLAB_KERNELS", how)
+        model = load_model(bundled, dtype=dtype)
+        assert generate(model, PROMPTS, depth=1, max_new_tokens=3).tokens
+        found[how] = next_logits(model, [5, 6, 7])
+    torch.testing.assert_close(found["triton"], found["reference"], rtol=0.05, atol=0.1)
 
 
 @pytest.mark.slow

@@ -27,9 +27,12 @@ def test_a_small_model_gets_one_thread_unless_the_user_says_otherwise(four_threa
     assert thread_count(3, 1, CPU) == 3
     monkeypatch.setenv("OMP_NUM_THREADS", "4")
     assert thread_count(None, 1, CPU) == 4
+    for nonsense in ("", "many", "0", "-3", "1.5"):
+        monkeypatch.setenv("OMP_NUM_THREADS", nonsense)
+        assert thread_count(None, 1, CPU) == 1
 
 
-@pytest.mark.parametrize("threads", [0, -1, 1.0, True, "2"])
+@pytest.mark.parametrize("threads", [0, -1, 1.0, True, "2", 100_000, 2**40])
 def test_a_number_that_is_none(threads):
     with pytest.raises(ConfigError, match="threads is"):
         thread_count(threads, 1, CPU)

@@ -24,16 +24,21 @@ NO_GPU = (
 
 
 def run(output: Path | None) -> int:
-    """Measure, print, write. Returns 0; 1 where one of our kernels was wrong; 2 without a GPU."""
+    """Measure, print, write. Returns 0; 1 where one of our kernels was wrong or has no time; 2 without a GPU."""
     if not torch.cuda.is_available():
         print(NO_GPU, file=sys.stderr)
         return 2
     device, timed = torch.device("cuda"), gpu_timer()
     torch.backends.cuda.matmul.allow_tf32 = False
     chip = limits(device, timed)
+    found: list[Measured] = []
     with torch.inference_mode():
         lines = chain(measure(device, timed, chip), measure_memory(device, timed, chip))
-        found = list(tqdm(lines, desc="measured", unit=" cases"))
+        for line in tqdm(lines, desc="measured", unit=" cases"):
+            found.append(line)
+            if output is not None:  # what is measured stays, whatever happens to the rest
+                with output.with_suffix(".jsonl").open("a", encoding="utf-8") as file:
+                    file.write(json.dumps(line.row()) + "\n")
     card = {
         "gpu": torch.cuda.get_device_name(device),
         "torch": torch.__version__,
@@ -55,7 +60,7 @@ def run(output: Path | None) -> int:
         }
         output.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     ours = [line for line in found if line.name in OURS or line.model == "memory"]
-    return 1 if any(line.note.startswith("wrong") for line in ours) else 0
+    return 1 if any(line.note for line in ours) else 0
 
 
 def table(found: Sequence[Measured]) -> str:

@@ -18,10 +18,10 @@ from mtplab.config import SamplingConfig, SpecConfig
 from mtplab.decode.runner import Run
 from mtplab.decode.state import memory_account
 from mtplab.decode.stats import Generation, Progress
-from mtplab.decode.threads import running_with, thread_count
+from mtplab.decode.threads import on_device, running_with, thread_count
 from mtplab.errors import ConfigError
 from mtplab.models import Model
-from mtplab.models.choice import decodes_with_kernels
+from mtplab.quant.fp8_products import uses_kernels
 from mtplab.quant.policy import QuantPolicy, resolve_policy
 
 Prompts = str | Sequence[str] | Sequence[Sequence[int]]
@@ -71,6 +71,12 @@ def generate(
 
     Returns a Generation. Raises ConfigError for settings and prompts that cannot be run.
     """
+    if not isinstance(model, Model):
+        raise ConfigError(f"model is {model!r:.60}; expected what mtplab.load_model(path) returns")
+    if cancel is not None and not hasattr(cancel, "is_set"):
+        raise ConfigError(f"cancel is {cancel!r:.60}; expected a threading.Event")
+    if on_round is not None and not callable(on_round):
+        raise ConfigError(f"on_round is {on_round!r:.60}; expected something to call")
     policy = resolve_policy(quant_policy) if quant_policy is not None else model.policy("target")
     if draft_quant_policy is not None:
         draft_policy = resolve_policy(draft_quant_policy)
@@ -104,7 +110,7 @@ def generate(
             raise ConfigError(f"{name} is {flag!r}; expected True or False")
     if compile and exact:
         raise ConfigError("compile and exact are both true; compiled arithmetic is not exact: choose one")
-    if compile and decodes_with_kernels(model.config, model.dtype, model.device):
+    if compile and uses_kernels(model.device):
         raise ConfigError(
             "compile is true, and this run uses Triton's kernels, which torch.compile would only wrap: leave compile "
             "out, or set MTPLAB_KERNELS=reference for torch's own operators"
@@ -124,7 +130,7 @@ def generate(
     called = time.perf_counter()
     tokens, records, prefill_seconds, decode_seconds = [], [], 0.0, 0.0
     total, rounds_before = len(ids) * max_new_tokens, 0
-    with torch.inference_mode(), running_with(threads):
+    with torch.inference_mode(), running_with(threads), on_device(model.device):
         for first in range(0, len(ids), max_batch):
             batch = ids[first : first + max_batch]
             run = Run(model, batch, spec, sampling, policy, draft_policy, exact, first, compile)
@@ -174,7 +180,11 @@ def token_ids(model: Model, prompts: Prompts) -> list[list[int]]:
     out = []
     for i, prompt in enumerate(prompts):
         if isinstance(prompt, str):
+            if not prompt.isascii() and any("\ud800" <= c <= "\udfff" for c in prompt):
+                raise ConfigError(f"prompt {i} holds half a surrogate pair, which is no text")
             ids = model.encode(prompt)
+        elif isinstance(prompt, bytes | bytearray):
+            raise ConfigError(f"prompt {i} is bytes; expected a string or a list of token ids")
         else:
             try:
                 ids = [_token_id(t) for t in prompt]

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mtplab.decode.threads import on_device
 from mtplab.models import Model
 from mtplab.models.attend import KEY_BLOCK
 from mtplab.models.delta_rule import CHUNK
@@ -26,5 +27,6 @@ def next_logits(model: Model, ids: list[int], policy: str = "none") -> Tensor:
     tokens = F.pad(torch.tensor([ids]), (0, width - len(ids))).to(model.device)
     positions = torch.arange(width, device=model.device)[None]
     run = passes.make(positions, width, True, torch.tensor([len(ids)], device=model.device))
-    hidden = model.target(tokens, run, model.target_caches(1, capacity, resolve_policy(policy)))
-    return model.target.logits(model.target.normed(hidden))[len(ids) - 1]
+    with on_device(model.device):
+        hidden = model.target(tokens, run, model.target_caches(1, capacity, resolve_policy(policy)))
+        return model.target.logits(model.target.normed(hidden))[len(ids) - 1]

@@ -177,9 +177,9 @@ class Run:
         return torch.stack(drafts, 1), torch.stack(probs, 1) if probs else None
 
     def _verdict(self, drafts: Tensor, draft_probs: Tensor | None, logits: Tensor) -> Verdict:
+        self._check(logits)
         if self.passes.kernels:
             return self._verdict_of_kernels(drafts, draft_probs, logits)
-        self._check(logits)
         if self.sampling.greedy:
             return accept_greedy(drafts, greedy(logits))
         positions = self.lengths[:, None] + np.arange(self.k + 1)
@@ -199,11 +199,8 @@ class Run:
             starts = torch.from_numpy(self.lengths).to(self.device)
             target = distribution(logits, self.sampling)
             out = emit_sampled(drafts, target, draft_probs, self.sampling.seed, prompts, starts)
-        accepted = out.num_emitted - 1
-        if bool((out.tokens.gather(1, accepted[:, None]) < 0).any()):
-            self._check(logits)
         # what lies past the emitted tokens is read by the draft and overwritten: any token will do
-        return Verdict(accepted, out.tokens.clamp_min(0))
+        return Verdict(out.num_emitted - 1, out.tokens.clamp_min(0))
 
     def _choose(self, logits: Tensor, positions: np.ndarray) -> Tensor:
         """The target's own token at each position: logits [b, t, v], positions [b, t] → [b, t]."""

@@ -1,4 +1,4 @@
-"""How many CPU threads a run uses.
+"""How many CPU threads a run uses, and which GPU its kernels are launched on.
 
 A pass over a small model is some hundred parallel regions of microseconds. Two threads gain at most a quarter there,
 and on a machine that is doing something else too they lose a hundredfold: OpenMP's threads spin at every barrier while
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 
@@ -23,13 +23,15 @@ def thread_count(asked: int | None, weights: int, device: torch.device) -> int:
     """`asked`, or where it is None: one for a small model on a CPU, torch's own setting for any other.
 
     `weights` is how many a pass reads. OMP_NUM_THREADS in the environment is taken for the user's word on it. Raises
-    ConfigError for a number below 1.
+    ConfigError for a number below 1 or beyond any machine's.
     """
     if asked is not None:
-        if not isinstance(asked, int) or isinstance(asked, bool) or asked < 1:
-            raise ConfigError(f"threads is {asked!r}; expected None or a whole number of at least 1")
+        most = max(256, os.cpu_count() or 1)  # more than a machine has are of no use, and OpenMP dies of too many
+        if not isinstance(asked, int) or isinstance(asked, bool) or not 1 <= asked <= most:
+            raise ConfigError(f"threads is {asked!r}; expected None or a whole number from 1 to {most}")
         return asked
-    if device.type == "cpu" and 4 * weights < SMALL_WEIGHTS and "OMP_NUM_THREADS" not in os.environ:
+    told = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
+    if device.type == "cpu" and 4 * weights < SMALL_WEIGHTS and not (told.isdecimal() and int(told)):
         return 1
     return torch.get_num_threads()
 
@@ -46,3 +48,8 @@ def running_with(threads: int) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+def on_device(device: torch.device) -> AbstractContextManager[object]:
+    """Make a GPU the current one: Triton launches there, wherever the tensors are. Nothing on a CPU."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

@@ -21,6 +21,7 @@ def decodes_with_kernels(config: ModelConfig, dtype: torch.dtype, device: torch.
     zeros, which have the checkpoint's dtype, in the dtype that is computed in or under float32. Raises ConfigError for
     a MTPLAB_KERNELS that cannot be obeyed.
     """
+    kernels = uses_kernels(device)
     if str(dtype).removeprefix("torch.") not in ("float32", config.dtype):
         return False
     sizes = {config.head_dim}
@@ -28,4 +29,4 @@ def decodes_with_kernels(config: ModelConfig, dtype: torch.dtype, device: torch.
         sizes |= {config.linear_k_dim, config.linear_v_dim}
         if config.conv_kernel not in _TAPS:
             return False
-    return uses_kernels(device) and all(size % _STEP == 0 and size <= _LARGEST for size in sizes)
+    return kernels and all(size % _STEP == 0 and size <= _LARGEST for size in sizes)

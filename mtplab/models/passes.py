@@ -31,7 +31,7 @@ class Pass:
     exact: bool
     cos: Tensor  # [b, t, 1, rotary]
     sin: Tensor  # [b, t, 1, rotary], the first half negated
-    slots: Tensor  # [2·b·t·h_kv]
+    slots: Tensor | None  # [2·b·t·h_kv], None for kernels
     key_length: int
     bias: Tensor | None  # [b, t·group, key_length]
     valid: Tensor | None
@@ -95,13 +95,16 @@ class PassMaker:
         """
         b, t = positions.shape
         length = key_length or min(padded_key_length(longest, exact), self.capacity)
-        bias = None
+        kernels = self.kernels and valid is None  # which find their own way by positions
+        bias = slots = None
         # a single query sees every slot that is read, unless whole buckets are
-        if not (b == 1 and t == 1 and length == longest and key_length is None):
+        if not kernels and not (b == 1 and t == 1 and length == longest and key_length is None):
             group = self.config.num_heads // self.config.num_kv_heads
             bias = attention_bias(positions, self._keys[:length], group, self._dtype)
-        if self._base is None or self._base.shape[1] != b:
-            self._base = slot_base(b, self.config.num_kv_heads, self.capacity, self.device)
+        if not kernels:
+            if self._base is None or self._base.shape[1] != b:
+                self._base = slot_base(b, self.config.num_kv_heads, self.capacity, self.device)
+            slots = slot_index(positions, self._base)
         cos, sin = self._rotary[positions].unbind(2)
         return Pass(
             batch=b,
@@ -109,11 +112,11 @@ class PassMaker:
             exact=exact,
             cos=cos,
             sin=sin,
-            slots=slot_index(positions, self._base),
+            slots=slots,
             key_length=length,
             bias=bias,
             valid=valid,
-            kernels=self.kernels and valid is None,
+            kernels=kernels,
             positions=positions,
             longest=longest,
             most_tokens=max(self.most_tokens, t),

@@ -12,7 +12,7 @@ from typing import Any
 
 import ipywidgets as widgets
 
-from mtplab.errors import MtplabError
+from mtplab.errors import CheckpointError, MtplabError
 from mtplab.report.gemm_figures import granularity_errors, roofline
 from mtplab.report.panels import Panel, Progress
 from mtplab.report.tables import html_table
@@ -50,6 +50,8 @@ class GemmPanel(Panel):
             checkpoint = open_checkpoint(checkpoint)
         self.checkpoint = checkpoint
         self._names = [m.name for m in checkpoint.plan().modules if m.kind == "linear" and len(m.shape) == 2]
+        if not self._names:
+            raise CheckpointError(f"{checkpoint.path}: there is no linear weight to look at")
         self.roof = widgets.HTML()
         super().__init__()
         for widget in self._widgets.values():

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from mtplab.errors import ConfigError
 
-__all__ = ["GPUS", "SHAPES", "Gpu", "GemmShape", "gpu"]
+__all__ = ["GPUS", "SHAPES", "Gpu", "GemmShape", "gpu", "shape_of"]
 
 
 @dataclass(frozen=True)
@@ -48,6 +48,14 @@ def gpu(name: str) -> Gpu:
     if name not in GPUS:
         raise ConfigError(f"GPU {name!r} is not in the catalogue; it has {', '.join(GPUS)}")
     return GPUS[name]
+
+
+def shape_of(name: str, model: str | None = None) -> GemmShape:
+    """The first shape of that name, of `model` if one is given. Raises ConfigError, listing those there are."""
+    found = next((shape for shape in SHAPES if shape.name == name and model in (None, shape.model)), None)
+    if found is None:
+        raise ConfigError(f"product {name!r} is not in the catalogue; it has {'; '.join(map(str, SHAPES))}")
+    return found
 
 
 @dataclass(frozen=True)

@@ -90,6 +90,8 @@ def with_outliers(weight: Tensor, columns: int, factor: float, seed: int = 0) ->
     k = weight.shape[1]
     if not 0 <= columns <= k:
         raise ConfigError(f"columns is {columns}; expected 0 to {k}, the weight's input channels")
+    if not 0 < factor <= 2.0**60:
+        raise ConfigError(f"factor is {factor:g}; expected a positive one of at most 2^60, so that float32 holds it")
     chosen = torch.randperm(k, generator=torch.Generator().manual_seed(seed))[:columns]
     out = weight.float().clone()
     out[:, chosen] *= factor

@@ -17,6 +17,9 @@ from mtplab.errors import CheckpointError, ConfigError
 
 __all__ = ["Prompt", "PromptSet", "bundled_prompts", "load_prompts", "tokenizer_encoder"]
 
+# prompts are read whole; nobody writes this much by hand
+MAX_BYTES = 256 << 20
+
 
 @dataclass(frozen=True)
 class Prompt:
@@ -47,6 +50,7 @@ class PromptSet:
         """
         kept = self.prompts
         label = self.label
+        domains = [domains] if isinstance(domains, str) else domains
         if domains:
             unknown = [name for name in domains if name not in self.domains]
             if unknown:
@@ -57,8 +61,8 @@ class PromptSet:
             kept = tuple(prompt for prompt in kept if prompt.domain in domains)
             label += f" [{', '.join(domains)}]"
         if limit is not None:
-            if limit < 1:
-                raise ConfigError(f"a limit of {limit} prompts a domain leaves nothing; give 1 or more")
+            if not isinstance(limit, int) or isinstance(limit, bool) or limit < 1:
+                raise ConfigError(f"a limit of {limit!r} prompts a domain; expected a whole number of at least 1")
             seen: dict[str, int] = {}
             first = []
             for prompt in kept:
@@ -161,6 +165,10 @@ def _from_path(path: Path) -> PromptSet:
 
 def _from_file(path: Path) -> list[Prompt]:
     try:
+        if not path.is_file():  # a pipe would wait for a writer, a device never ends
+            raise ConfigError(f"{path}: not a regular file; expected a file of prompts")
+        if path.stat().st_size > MAX_BYTES:
+            raise ConfigError(f"{path}: {path.stat().st_size} bytes; expected a file of at most {MAX_BYTES}")
         raw = path.read_bytes()
     except OSError as problem:
         raise ConfigError(f"{path}: cannot be read ({problem.strerror})") from None
@@ -190,7 +198,7 @@ def _utf8(raw: bytes, where: str) -> str:
 def _from_line(text: str, where: str, stem: str, number: int) -> Prompt:
     try:
         item = json.loads(text)
-    except (json.JSONDecodeError, RecursionError) as problem:
+    except (ValueError, RecursionError) as problem:  # ValueError: no JSON, or a number of thousands of digits
         raise ConfigError(f"{where}: not JSON ({problem}); expected an object with a text") from None
     if not isinstance(item, dict):
         raise ConfigError(f"{where}: a JSON {type(item).__name__}; expected an object with a text")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from mtplab.errors import ConfigError
 from mtplab.study.gpus import GemmShape, Gpu
 
 __all__ = ["Roof", "roof", "turning_point"]
@@ -43,7 +44,9 @@ class Roof:
 
 
 def roof(shape: GemmShape, m: int, gpu: Gpu, dtype: str) -> Roof:
-    """m rows of x times the shape's weight, in "fp8" (block scales) or "bf16"."""
+    """m rows of x times the shape's weight, in "fp8" (block scales) or "bf16". Raises ConfigError for an m below 1."""
+    if not isinstance(m, int) or m < 1:
+        raise ConfigError(f"rows m is {m!r}; expected a whole number of at least 1")
     weight, activation, output = _BYTES[dtype]
     weight_scale, activation_scale = _SCALES[dtype]
     operations = 2.0 * m * shape.n * shape.k

@@ -89,7 +89,7 @@ def attend_cache(
     return _launch(
         q, codes, meta, positions, table, form.packed, scale * k_scale * math.log2(math.e), v_scale, longest,
         most_tokens or t, piece,
-    )
+    )  # fmt: skip
 
 
 def _launch(
@@ -112,6 +112,7 @@ def _launch(
         attend_piece,
         first_of,
         half_block,
+        options_of,
         sum_pieces,
         sum_warps,
         tile_for,
@@ -122,7 +123,7 @@ def _launch(
     kv_heads, page_size = codes.shape[2:4]
     group, unit, reach = heads // kv_heads, unit_of(packed), table.shape[1] * page_size
     if q.stride(3) != 1 or any(stride % unit for stride in q.stride()[:3]) or q.data_ptr() % 16:
-        q = q.contiguous()
+        q = q.clone(memory_format=torch.contiguous_format)
     if any(stride % unit for stride in codes.stride()[:4]) or codes.data_ptr() % 16:
         raise ValueError(
             f"codes have strides {list(codes.stride())} at address {codes.data_ptr():#x}; expected multiples of {unit}"
@@ -149,8 +150,8 @@ def _launch(
         float(score_scale), float(v_scale),
         INTEGER=meta is not None, PACKED=packed, UNIT=unit, CDNA3=family == "cdna3",
         BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_H=half_block(d),
-        num_warps=tile.warps, num_stages=tile.stages,
-    )
+        num_warps=tile.warps, num_stages=tile.stages, **options_of(family),
+    )  # fmt: skip
     if pieces > 1:
         sum_pieces[(t * heads, b)](
             part, stat, positions, out, heads, d, reach, piece, pieces, float(v_scale),

@@ -15,8 +15,8 @@ from mtplab.kernels.targets import Target
 from mtplab.kernels.variants import Variant
 
 __all__ = [
-    "CHUNK", "Tile", "attend_piece", "family_of", "first_of", "half_block", "sum_pieces", "sum_warps", "tile_for",
-    "unit_of", "variants",
+    "CHUNK", "Tile", "attend_piece", "family_of", "first_of", "half_block", "options_of", "sum_pieces",
+    "sum_warps", "tile_for", "unit_of", "variants",
 ]  # fmt: skip
 
 CHUNK = 16  # pieces that are summed at a time
@@ -198,13 +198,20 @@ def _row(
 def _rounded(b_x, DTYPE: tl.constexpr, CDNA3: tl.constexpr):
     """As DTYPE, to nearest even.
 
-    CDNA3 has no instruction for BF16; the compiler would look for NaN at each value, and run out of scalar registers.
-    A NaN that comes from BF16 or from arithmetic keeps its first bits here, and stays one.
+    CDNA3 has no instruction for BF16 and OCP's E4M3; the compiler would look for NaN at each value, and run out of
+    scalar registers. A NaN that comes from BF16 or from arithmetic keeps its first bits here, and stays one.
     """
     if CDNA3 and b_x.dtype == tl.float32 and tl.bfloat16 == DTYPE:
         b_bits = b_x.to(tl.int32, bitcast=True)
         b_bits = (b_bits + 0x7FFF + ((b_bits >> 16) & 1)) >> 16
         return b_bits.to(tl.int16).to(tl.bfloat16, bitcast=True)
+    elif CDNA3 and b_x.dtype == tl.float8e4nv:
+        # E4M3 moved into an FP16's bits reads as value / 256, and its NaN as 1.875, which the last line mends
+        b_code = b_x.to(tl.uint8, bitcast=True).to(tl.int32)
+        b_half = ((b_code & 0x7F) << 7).to(tl.int16).to(tl.float16, bitcast=True)
+        b_bits = (b_half.to(tl.float32) * 256.0).to(tl.int32, bitcast=True) | ((b_code & 0x80) << 24)
+        b_bits = b_bits | (((b_code & 0x7F) + 1) >> 7) * 0x7FC00000
+        return _rounded(b_bits.to(tl.float32, bitcast=True), DTYPE, CDNA3)
     else:
         return b_x.to(DTYPE)
 
@@ -285,6 +292,11 @@ def unit_of(packed: bool) -> int:
     return 8 if packed else 16
 
 
+def options_of(family: str) -> dict[str, int]:
+    """What else is told the compiler: NVIDIA's would rather spill a little than leave the next occupancy."""
+    return {} if family.startswith("cdna") else {"maxnreg": 255}
+
+
 def first_of(d: int, packed: bool) -> int:
     """How many of a head's d values the first part has: half, or so that the second starts at a multiple of 16."""
     return d // 2 if packed else -(-d // 32) * 16
@@ -308,12 +320,13 @@ def tile_for(family: str, block_h: int, rows: int, fp32: bool, stored: str) -> T
     find the cache in L2.
     """
     if fp32:  # no matrix unit on NVIDIA: few rows, many threads
-        return Tile(16, 16 if family.startswith("cdna") and block_h == 128 else 32, 4 if block_h == 32 else 8, 1)
+        return Tile(16, 16 if block_h == 128 else 32, 4 if block_h == 32 else 8, 1)
     if rows <= 16:
         few = block_h == 128 or (family.startswith("cdna") and stored == "integer")
         return Tile(16, 32 if few else 64, 4, 2)
     if family.startswith("cdna"):
-        return Tile(64, 16 if block_h == 128 or stored == "integer" else 32, 4, 2)
+        few = block_h == 128 or (stored == "integer" and (block_h == 64 or family == "cdna3"))
+        return Tile(64, 16 if few else 32, 4, 2)
     if family == "hopper":
         return Tile(64, 32, 8, 2) if block_h == 128 else Tile(64, 64, 4, 2)
     # what has to be converted is not fetched ahead: it would wait in registers
@@ -380,5 +393,6 @@ def _piece_variant(family: str, q: str, block_h: int, code: str, meta: str | Non
         divisible=tuple(pointers),
         num_warps=tile.warps,
         num_stages=tile.stages,
+        options=options_of(family),
         quick=(q, packed, block_h, tile.block_m) == ("bf16", True, 64, 16),
     )  # fmt: skip

@@ -108,15 +108,23 @@ def test_tiles_of_other_gpus(family, t, monkeypatch):
     check("fp8_e4m3", [33], t, 4, 1, 64, FP32)
 
 
-def test_cdna3_rounds_as_others_do(monkeypatch):
+@pytest.mark.parametrize("policy, dtype", [("int8", BF16), ("fp8_e4m3", BF16), ("fp8_e4m3", FP16), ("fp8_e4m3", FP32)])
+def test_cdna3_converts_as_others_do(policy, dtype, monkeypatch):
     """Bit for bit, where the tile is the same; and a NaN that is seen shows there too."""
     results = []
     for family in ("cdna3", "cdna4"):
         monkeypatch.setattr(attention, "_family", lambda device, family=family: family)
-        codes, meta, table = filled("int8", [150], 1, 64, BF16)
-        q, positions = queries(1, 5, 4, 64, BF16), last_positions([150], 5)
+        codes, meta, table = filled(policy, [150], 1, 64, dtype)
+        if policy == "fp8_e4m3":  # every code but NaN
+            every = torch.arange(256, dtype=torch.int16).to(torch.uint8)
+            codes.view(torch.uint8)[:, 0, 0, 10:14] = every[(every & 0x7F) != 0x7F].repeat(2)[:256].view(4, 64)
+        q, positions = queries(1, 5, 4, 64, dtype), last_positions([150], 5)
         results.append(attend_cache(q, codes, meta, positions, table, piece=64))
-        meta[1, :, :, 149, 0] = float("nan")
+        assert relative_error(results[-1], expected_of(q, codes, meta, positions, table)) < ERROR[dtype]
+        if meta is None:
+            codes.view(torch.uint8)[1, 0, 0, 149] = 0xFF
+        else:
+            meta[1, :, :, 149, 0] = float("nan")
         assert attend_cache(q, codes, meta, positions, table, piece=64)[0, 4].isnan().all()
     assert torch.equal(*results)
 
@@ -168,6 +176,8 @@ def test_strides_of_queries_and_a_cache_laid_out_by_token():
     wide = queries(2, 3, 12, 64, BF16)
     q, positions = wide[:, :, 1::3], last_positions([60, 45], 3)
     expected = attend_cache(q.contiguous(), codes, meta, positions, table)
+    odd = torch.empty(q.numel() + 3, dtype=BF16)[3:].view(q.shape).copy_(q)  # no multiple of 16 bytes
+    assert torch.equal(attend_cache(odd, codes, meta, positions, table), expected)
     by_token = [x.transpose(2, 3).contiguous().transpose(2, 3) for x in (codes, meta)]
     assert torch.equal(attend_cache(q, *by_token, positions.t().contiguous().t(), table), expected)
 

@@ -5,6 +5,7 @@ Imports no torch. Knows no kernel.
 
 from __future__ import annotations
 
+import argparse
 import csv
 import os
 import sys
@@ -55,12 +56,15 @@ def update(page: str, compiled: str) -> str:
     return f"{before}{BEGIN}\n\n{compiled}\n\n{END}{rest.partition(END)[2]}"
 
 
-def main() -> int:
+def main(arguments: list[str] | None = None) -> int:
     """Compile everything, write README.md's table and compiled.csv; exit code 1 where something may not be."""
+    parser = argparse.ArgumentParser(prog="python -m mtplab.kernels.compile_report", description=main.__doc__)
+    parser.add_argument("--quick", action="store_true", help="one variant of each kernel a target, as the tests do")
+    quick = parser.parse_args(arguments).quick
     if os.environ.get("TRITON_INTERPRET") == "1":
         print("TRITON_INTERPRET is set: kernels cannot be compiled in a process that interprets them", file=sys.stderr)
         return 2
-    compiling = run(list(TARGETS), kernel_modules(), quick=False, workers=os.cpu_count() or 1)
+    compiling = run(list(TARGETS), kernel_modules(), quick=quick, workers=os.cpu_count() or 1)
     rows = list(tqdm(compiling, desc="compiled", unit=" variants"))
     rows.sort(key=lambda row: (row["module"], row["kernel"], list(TARGETS).index(row["target"])))
     with open(HERE / "compiled.csv", "w", newline="", encoding="utf-8") as file:
@@ -70,7 +74,8 @@ def main() -> int:
             mma = " ".join(f"{name}×{n}" for name, n in sorted((row["mma"] or {}).items()))
             writer.writerow([*(row[name] for name in COLUMNS[:6]), mma, "; ".join(row["faults"])])
     page = HERE / "README.md"
-    head = f"{len(rows)} variants, triton {version('triton')}; every one of them in `compiled.csv`."
+    what = "one for each kernel and target (`--quick`)" if quick else "all that can be chosen"
+    head = f"{len(rows)} variants, {what}, triton {version('triton')}; every one of them in `compiled.csv`."
     page.write_text(update(page.read_text(encoding="utf-8"), f"{head}\n\n{table(rows)}"), encoding="utf-8")
     faulty = [row for row in rows if row["faults"]]
     for row in faulty:

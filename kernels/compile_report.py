@@ -36,12 +36,12 @@ def table(rows: Iterable[dict[str, Any]]) -> str:
     ]
     for (kernel, target), group in groupby(rows, key=lambda row: (row["kernel"], row["target"])):
         found = list(group)
-        registers = sorted(row["registers"] for row in found)
+        least, most = (pick(row["registers"] for row in found) for pick in (min, max))
         shared, limit = max(row["shared"] for row in found), TARGETS[target].shared_limit
         mma = sorted({name for row in found for name in row["mma"] or {}})
         spills = sum(row["spills"] > 0 for row in found)
         out.append(
-            f"| {kernel} | {target} | {len(found)} | {registers[0]}–{registers[-1]} | "
+            f"| {kernel} | {target} | {len(found)} | {least if least == most else f'{least}–{most}'} | "
             f"{f'{spills} variants' if spills else 'none'} | {shared / 1024:.3g} of {limit // 1024} KiB | "
             f"{', '.join(f'`{name}`' for name in mma) or '–'} |"
         )

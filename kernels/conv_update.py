@@ -9,11 +9,10 @@ import torch
 from torch import Tensor
 
 from mtplab.kernels.delta_rule_reference import conv_reference
-from mtplab.kernels.launch import check, chosen, interpreted
+from mtplab.kernels.launch import FLOATS, check, chosen, interpreted
 
 __all__ = ["conv_update"]
 
-_FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 _WIDTHS = (2, 3, 4)
 
 
@@ -30,7 +29,7 @@ def conv_update(x: Tensor, state: Tensor, weight: Tensor, window: Tensor | None 
     Returns: [b, t, c] of x's dtype, summed in float32 and rounded once. A token's result depends on its own window
     only, not on the batch or on t. Raises ValueError for other shapes or dtypes.
     """
-    check("x", x, (None, None, None), _FLOATS)
+    check("x", x, (None, None, None), FLOATS)
     b, t, c = x.shape
     check("weight", weight, (None, c), (x.dtype,))
     width = len(weight)

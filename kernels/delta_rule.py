@@ -9,11 +9,10 @@ import torch
 from torch import Tensor
 
 from mtplab.kernels.delta_rule_reference import delta_rule_reference
-from mtplab.kernels.launch import check, chosen, interpreted
+from mtplab.kernels.launch import FLOATS, check, chosen, interpreted
 
 __all__ = ["delta_rule"]
 
-_FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 _STATES = (torch.float32, torch.bfloat16)
 _MOST = 256  # rows, and columns, of a head's state
 _STEP = 16
@@ -97,7 +96,7 @@ def delta_rule(
 
 def _check(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> tuple[int, int, int, int]:
     """Sizes of v, once all five agree."""
-    check("v", v, (None, None, None, None), _FLOATS)
+    check("v", v, (None, None, None, None), FLOATS)
     b, t, heads, dv = v.shape
     check("q", q, (b, t, None, None), (v.dtype,))
     check("k", k, tuple(q.shape), (v.dtype,))

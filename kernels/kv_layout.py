@@ -16,11 +16,10 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from mtplab.kernels.launch import check
+from mtplab.kernels.launch import FLOATS, check
 
 __all__ = ["FLOATS", "LARGEST_HEAD", "Format", "check_positions", "format_of", "table_of"]
 
-FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 # elements of a head's row; two halves of at most 128 are what kernels hold
 LARGEST_HEAD = 256
 

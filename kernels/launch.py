@@ -14,6 +14,7 @@ from mtplab.kernels.targets import TARGETS, Target
 
 __all__ = [
     "CHOICES",
+    "FLOATS",
     "VARIABLE",
     "check",
     "chosen",
@@ -23,6 +24,8 @@ __all__ = [
     "target",
 ]
 
+# what activations, queries and caches are computed in
+FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 VARIABLE = "MTPLAB_KERNELS"
 CHOICES = ("auto", "triton", "reference")
 

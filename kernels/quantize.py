@@ -8,11 +8,10 @@ from __future__ import annotations
 import torch
 
 from mtplab.kernels.fp8_reference import ACTIVATION_AMAX_FLOOR, quantize_activation
-from mtplab.kernels.launch import check, chosen, interpreted
+from mtplab.kernels.launch import FLOATS, check, chosen, interpreted
 
 __all__ = ["quantize"]
 
-_FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 _CODES = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
 
 
@@ -35,7 +34,7 @@ def quantize(
     Returns: codes [m, k], float32 scales [m, ceil(k / group)] (or [m, 1]) with value = code · scale, where scale =
     max(amax, 1e-6) / largest code. A row's result depends on that row only. A NaN makes its whole group NaN.
     """
-    check("x", x, (None, None), _FLOATS)
+    check("x", x, (None, None), FLOATS)
     if dtype not in _CODES:
         raise ValueError(f"dtype is {dtype}; expected {' or '.join(map(str, _CODES))}")
     if group not in (128, None):

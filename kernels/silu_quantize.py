@@ -8,11 +8,10 @@ from __future__ import annotations
 import torch
 
 from mtplab.kernels.fp8_reference import ACTIVATION_AMAX_FLOOR, quantize_activation
-from mtplab.kernels.launch import check, chosen, interpreted
+from mtplab.kernels.launch import FLOATS, check, chosen, interpreted
 
 __all__ = ["silu_quantize", "silu_quantize_reference"]
 
-_FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 _CODES = (torch.float8_e4m3fn, torch.float8_e4m3fnuz)
 
 
@@ -36,7 +35,7 @@ def silu_quantize(h: torch.Tensor, dtype: torch.dtype = torch.float8_e4m3fn) -> 
 
     Raises ValueError for shapes and dtypes other than these.
     """
-    check("h", h, (None, None), _FLOATS)
+    check("h", h, (None, None), FLOATS)
     if dtype not in _CODES:
         raise ValueError(f"dtype is {dtype}; expected {' or '.join(map(str, _CODES))}")
     m, columns = h.shape

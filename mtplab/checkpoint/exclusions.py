@@ -7,16 +7,13 @@ Knows nothing of dtypes; what an exclusion does to a module is decided in `plan.
 from __future__ import annotations
 
 import fnmatch
-import math
 import re
-import time
 from collections.abc import Iterable, Sequence
-from functools import lru_cache
-from typing import Any
 
+from mtplab.checkpoint.bounded_regex import BoundedPatterns
 from mtplab.checkpoint.names import nearest, normalised
 from mtplab.checkpoint.strict_json import shown
-from mtplab.errors import CheckpointError, ConfigError
+from mtplab.errors import ConfigError
 
 __all__ = ["PRESETS", "QWEN_PUBLISHED", "ListedModules", "UserPatterns", "parse_exclude"]
 
@@ -39,11 +36,6 @@ QWEN_PUBLISHED: tuple[str, ...] = (
     "*visual.*",
 )
 
-# for one pattern of a checkpoint, and all of them, over all its modules
-PATTERN_SECONDS, ALL_PATTERNS_SECONDS = 0.2, 2.0
-_MAX_PATTERN = 2000
-_MAX_REPEATS = 1000
-_COUNTED = re.compile(r"\{[^{}]*[0-9][^{}]*\}")
 _LITERAL = re.compile(r"[\w.\-/]*", re.ASCII)
 
 
@@ -57,7 +49,6 @@ class ListedModules:
     """
 
     def __init__(self, entries: Iterable[str], where: str) -> None:
-        self._where = where
         self._literal: dict[str, str] = {}
         self._patterns: list[str] = []
         for entry in entries:
@@ -66,15 +57,14 @@ class ListedModules:
             else:
                 self._patterns.append(entry)
         self._literal.pop("", None)
-        self._spent = dict.fromkeys(self._patterns, 0.0)
-        self._spent_by_all = 0.0
+        self._bounded = BoundedPatterns(self._patterns, where, to_module_end=True)
         self.matched: set[str] = set()
 
     def entry_for(self, module: str) -> str | None:
         """The entry that covers the module, or None.
 
         Raises CheckpointError for a pattern that is no regular expression or takes longer than
-        PATTERN_SECONDS.
+        bounded_regex.PATTERN_SECONDS.
         """
         name = normalised(module)
         entry = self._literal.get(name)
@@ -84,7 +74,7 @@ class ListedModules:
             ends = (".".join(parts[i:]) for i in range(1, len(parts)))
             entry = next((self._literal[key] for key in (*ends, *above) if key in self._literal), None)
         if entry is None:
-            entry = next((item for item in self._patterns if self._matches(item, module, name)), None)
+            entry = next((item for item in self._patterns if self._bounded.matches(item, module, name)), None)
         if entry is not None:
             self.matched.add(entry)
         return entry
@@ -98,47 +88,6 @@ class ListedModules:
                 left.pop(".".join(parts[:i]), None)
                 left.pop(".".join(parts[i:]), None)
         return [*left.values(), *(item for item in self._patterns if item not in self.matched)]
-
-    def _matches(self, pattern: str, module: str, name: str) -> bool:
-        import regex  # the standard library's re has no time limit
-
-        begun = time.monotonic()
-        left = min(PATTERN_SECONDS - self._spent[pattern], ALL_PATTERNS_SECONDS - self._spent_by_all)
-        try:
-            compiled = _compiled(pattern)
-            return any(compiled.match(text, timeout=max(left, 1e-3)) for text in {module, name})
-        except TimeoutError:
-            raise self._refused(
-                pattern,
-                f"takes more than {PATTERN_SECONDS} s to match (or all patterns together {ALL_PATTERNS_SECONDS} s): "
-                "expected module names or simple patterns.",
-            ) from None
-        except (regex.error, RecursionError, OverflowError, ValueError) as error:
-            why = f"is neither a module name nor a regular expression that is tried: {str(error)[:120]}."
-            raise self._refused(pattern, why) from None
-        finally:
-            spent = time.monotonic() - begun
-            self._spent[pattern] += spent
-            self._spent_by_all += spent
-
-    def _refused(self, pattern: str, why: str) -> CheckpointError:
-        return CheckpointError(f"{self._where}: the exclusion {shown(pattern)} {why} Rewrite the entry.")
-
-
-@lru_cache(maxsize=1024)
-def _compiled(pattern: str) -> Any:
-    import regex
-
-    if len(pattern) > _MAX_PATTERN:
-        raise ValueError(f"{len(pattern)} characters long, expected at most {_MAX_PATTERN}")
-    # the regex package unrolls counted repeats as it compiles: (a{65535}){65535} takes all memory there is
-    repeats = math.prod(max(map(int, re.findall("[0-9]+", count))) for count in _COUNTED.findall(pattern))
-    if repeats > _MAX_REPEATS:
-        raise ValueError(f"its counted repeats multiply to {repeats}, expected at most {_MAX_REPEATS}")
-    body = pattern.removeprefix("re:")
-    if not any(char in body for char in "\\^$()[]{}|+?") and "*" in body and ".*" not in body:
-        return regex.compile(fnmatch.translate(body))  # a plain glob, as some hand-written lists have
-    return regex.compile(rf"(?:{body})(?:\.|$)")
 
 
 def parse_exclude(exclude: str | Sequence[str] | None, option: str = "exclude") -> tuple[str, ...] | None:

@@ -1,0 +1,85 @@
+"""Regular expressions out of files nobody vouches for, run under a time limit.
+
+Knows nothing of what the patterns are for.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import time
+from collections.abc import Iterable
+from functools import lru_cache
+from typing import Any
+
+from mtplab.checkpoint.strict_json import shown
+from mtplab.errors import CheckpointError
+
+__all__ = ["ALL_PATTERNS_SECONDS", "PATTERN_SECONDS", "BoundedPatterns"]
+
+# for one pattern of a checkpoint, and all of them, over all its modules
+PATTERN_SECONDS, ALL_PATTERNS_SECONDS = 0.2, 2.0
+_MAX_PATTERN = 2000
+_MAX_REPEATS = 1000
+_COUNTED = re.compile(r"\{[^{}]*[0-9][^{}]*\}")
+
+
+class BoundedPatterns:
+    """The patterns of one list, matched from a name's start; a leading `re:` is taken off.
+
+    `to_module_end`: what a pattern matches must end at a dot or the name's end (transformers), else anywhere
+    (compressed-tensors). `where` names the list in messages.
+    """
+
+    def __init__(self, patterns: Iterable[str], where: str, to_module_end: bool = False) -> None:
+        self._where = where
+        self._template = r"(?:{})(?:\.|$)" if to_module_end else "{}"
+        self._spent = dict.fromkeys(patterns, 0.0)
+        self._spent_by_all = 0.0
+
+    def matches(self, pattern: str, *texts: str) -> bool:
+        """Whether the pattern, one of the list, matches any of `texts` from its start.
+
+        Raises CheckpointError for one that is no regular expression or has used up PATTERN_SECONDS.
+        """
+        import regex  # the standard library's re has no time limit
+
+        begun = time.monotonic()
+        left = min(PATTERN_SECONDS - self._spent[pattern], ALL_PATTERNS_SECONDS - self._spent_by_all)
+        try:
+            compiled = _compiled(pattern, self._template)
+            return any(compiled.match(text, timeout=max(left, 1e-3)) for text in dict.fromkeys(texts))
+        except TimeoutError:
+            raise self._refused(
+                pattern,
+                f"takes more than {PATTERN_SECONDS} s to match (or all patterns together {ALL_PATTERNS_SECONDS} s): "
+                "expected module names or simple patterns.",
+            ) from None
+        except (regex.error, RecursionError, OverflowError, ValueError) as error:
+            why = f"is neither a module name nor a regular expression that is tried: {str(error)[:120]}."
+            raise self._refused(pattern, why) from None
+        finally:
+            spent = time.monotonic() - begun
+            self._spent[pattern] += spent
+            self._spent_by_all += spent
+
+    def _refused(self, pattern: str, why: str) -> CheckpointError:
+        return CheckpointError(f"{self._where}: the pattern {shown(pattern)} {why} Rewrite the entry.")
+
+
+@lru_cache(maxsize=1024)
+def _compiled(pattern: str, template: str) -> Any:
+    import fnmatch
+
+    import regex
+
+    if len(pattern) > _MAX_PATTERN:
+        raise ValueError(f"{len(pattern)} characters long, expected at most {_MAX_PATTERN}")
+    # the regex package unrolls counted repeats as it compiles: (a{65535}){65535} takes all memory there is
+    repeats = math.prod(max(map(int, re.findall("[0-9]+", count))) for count in _COUNTED.findall(pattern))
+    if repeats > _MAX_REPEATS:
+        raise ValueError(f"its counted repeats multiply to {repeats}, expected at most {_MAX_REPEATS}")
+    body = pattern.removeprefix("re:")
+    if not any(char in body for char in "\\^$()[]{}|+?") and "*" in body and ".*" not in body:
+        return regex.compile(fnmatch.translate(body))  # a plain glob, as some hand-written lists have
+    return regex.compile(template.format(body) if template != "{}" else body)

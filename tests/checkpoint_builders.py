@@ -20,7 +20,10 @@ NAMES = {
     torch.float8_e5m2: "F8_E5M2",
     torch.float8_e4m3fnuz: "F8_E4M3FNUZ",
     torch.float8_e8m0fnu: "F8_E8M0",
+    torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
+    torch.int8: "I8",
     torch.uint8: "U8",
+    torch.int32: "I32",
     torch.int64: "I64",
 }
 E4M3 = torch.float8_e4m3fn

@@ -18,7 +18,7 @@ from mtplab.checkpoint.formats import QuantizationConfig, parse
 from mtplab.checkpoint.header import TensorInfo
 from mtplab.checkpoint.index import Files, find_files
 from mtplab.checkpoint.names import Reach, nearest, normalised
-from mtplab.checkpoint.pairing import Pairing, Problem
+from mtplab.checkpoint.pairing import KV_SCALE_SUFFIXES, Pair, Pairing, Problem
 from mtplab.checkpoint.plan import Plan, make_plan
 from mtplab.checkpoint.strict_json import shown
 from mtplab.errors import CheckpointError, ConfigError
@@ -31,8 +31,11 @@ if TYPE_CHECKING:
 __all__ = ["Checkpoint", "open_checkpoint"]
 
 
-def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
+def open_checkpoint(path: str | os.PathLike[str], lenient: bool = False) -> Checkpoint:
     """Open a checkpoint: a folder, or a single .safetensors file beside a config.json. Reads headers only.
+
+    `lenient`: a quantisation that is not read is no error; the checkpoint says why in `refused`, and its tensors can
+    be looked at as they are stored.
 
     Raises CheckpointError, naming file and tensor, for files that are missing, truncated or no safetensors,
     headers, indexes and configs that contradict themselves, and quantisation methods that are not read.
@@ -45,7 +48,7 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
         raise ConfigError(f"path={shown(path)}: expected the path of a checkpoint.")
     files = find_files(where)
     config = read_config(files.folder, required=os.path.isdir(where))
-    return Checkpoint(where, files, config)
+    return Checkpoint(where, files, config, lenient)
 
 
 class Checkpoint:
@@ -56,18 +59,29 @@ class Checkpoint:
         config: config.json as it stands.
         tensors: every tensor by its name on disk, with dtype and shape.
         quantization: the parsed quantisation config, or None for a plain checkpoint.
+        found: the quantisation config as it stands, and where, or None.
+        refused: why the quantisation is not read, of a checkpoint opened leniently.
     """
 
     quantization: QuantizationConfig | None
 
-    def __init__(self, path: Path, files: Files, config: dict[str, Any]) -> None:
+    def __init__(self, path: Path, files: Files, config: dict[str, Any], lenient: bool = False) -> None:
         self.path = path
         self.config = config
         self.files = files
         self.tensors: Mapping[str, TensorInfo] = MappingProxyType(files.tensors)
-        found = find_quantization(config, files.folder)
-        fmt, self.quantization = (None, None) if found is None else parse(found)
+        self.found = find_quantization(config, files.folder)
+        self.refused: CheckpointError | None = None
+        fmt, self.quantization = None, None
+        try:
+            if self.found is not None:
+                fmt, self.quantization = parse(self.found)
+        except CheckpointError as error:
+            if not lenient:
+                raise
+            self.refused = error
         self._pairing = Pairing(files.tensors, fmt, self.quantization)
+        self._codes_of = self._pairing.weight_names()
 
     def __repr__(self) -> str:
         method = self.quantization.method if self.quantization is not None else "not quantised"
@@ -115,11 +129,10 @@ class Checkpoint:
 
         Raises CheckpointError naming the nearest names where there is none.
         """
-        info = self.tensors.get(name)
-        if info is None:
-            info = self.tensors.get(f"{name}.weight")
-        if info is not None:
-            return info
+        for known in (name, f"{name}.weight"):
+            info = self.tensors.get(self._codes_of.get(known, known))
+            if info is not None:
+                return info
         hidden = self.files.unindexed.get(name) or self.files.unindexed.get(f"{name}.weight")
         if hidden is not None:
             raise CheckpointError(
@@ -144,6 +157,9 @@ class Checkpoint:
     def scaled(self, name: str) -> ScaledWeight:
         """FP8 codes [n, k], float32 scales [ceil(n/bm), ceil(k/bn)] and the block (bm, bn) of a weight.
 
+        A scale per tensor is a block of (n, k), one per output channel a block of (1, k). Stacked experts have a third
+        axis before, in codes, scales and block.
+
         Raises CheckpointError where the weight is not FP8, has no scale, has one that does not fit or is not
         finite and positive, or holds NaN codes.
         """
@@ -155,7 +171,7 @@ class Checkpoint:
                 f"{info.file}: tensor {shown(info.name)} is {info.dtype}, expected FP8 codes with a scale. Use "
                 "dequantize or read."
             )
-        return read_scaled(info, *self._pairing.checked(info))
+        return read_scaled(self._pairing.pair(info))
 
     def dequantize(self, name: str) -> torch.Tensor:
         """The tensor's values as float32: code times scale for FP8 weights, a cast for everything else.
@@ -166,10 +182,35 @@ class Checkpoint:
         if self._pairing.is_quantised(info):
             from mtplab.checkpoint.values import read_dequantized
 
-            return read_dequantized(info, *self._pairing.checked(info))
+            return read_dequantized(self._pairing.pair(info))
         if info.dtype == "C64":
             raise CheckpointError(f"{info.file}: tensor {shown(info.name)} is complex: expected real values. Use read.")
         return self.read(info.name).float()
+
+    def bands(self, name: str) -> Iterator[tuple[int, int, torch.Tensor]]:
+        """The values `dequantize` gives, in bands of rows: (first row, row after the last, float32 [rows, k]).
+
+        A band's memory (about 4 MB) is used again for the next; axes before the last are taken together as rows, and
+        fewer than two dimensions are one row. Raises CheckpointError as `dequantize` does.
+        """
+        from mtplab.checkpoint.values import dequantized_bands, plain_bands
+
+        info = self.info(name)
+        if self._pairing.is_quantised(info):
+            return dequantized_bands(self._pairing.pair(info))
+        return plain_bands(info)
+
+    def pair(self, name: str) -> Pair | None:
+        """The codes and the scale of an FP8 weight, or None where the tensor is not FP8.
+
+        Raises CheckpointError where the weight has no scale or one that does not fit.
+        """
+        info = self.info(name)
+        return self._pairing.pair(info) if self._pairing.is_quantised(info) else None
+
+    def kv_scales(self) -> dict[str, TensorInfo]:
+        """The tensors that scale a quantised KV cache, by name: a multiplier for a layer's keys or values."""
+        return {name: info for name, info in self.tensors.items() if name.endswith(KV_SCALE_SUFFIXES)}
 
     def plan(
         self,

@@ -1,6 +1,6 @@
 """Which scale belongs to which weight, and everything about the pair that headers alone can prove wrong.
 
-Knows nothing of values (no torch) and of names no more than the suffixes a format declares.
+Knows nothing of values (no torch) and of names no more than the suffixes that formats declare.
 """
 
 from __future__ import annotations
@@ -9,14 +9,24 @@ from collections.abc import Iterator, Mapping
 from functools import cached_property
 from typing import NamedTuple
 
-from mtplab.checkpoint.formats import Format, QuantizationConfig
+from mtplab.checkpoint.formats import Format, QuantizationConfig, Scheme
+from mtplab.checkpoint.formats.known import PACKED_SUFFIXES
 from mtplab.checkpoint.header import TensorInfo
+from mtplab.checkpoint.names import module_of
+from mtplab.checkpoint.scale_grid import expected_shapes, scale_block
 from mtplab.checkpoint.strict_json import shown
 from mtplab.errors import CheckpointError
 
-__all__ = ["FP8_DTYPES", "Pairing", "Problem"]
+__all__ = ["FP8_DTYPES", "INPUT_SCALE_SUFFIXES", "KV_SCALE_SUFFIXES", "Pair", "Pairing", "Problem"]
 
 FP8_DTYPES = ("F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ")
+# of activations: AutoFP8 and most others, transformers, ModelOpt's stacked experts
+INPUT_SCALE_SUFFIXES = (".input_scale", ".activation_scale", "_input_scale")
+# of the KV cache: compressed-tensors and ModelOpt, Quark and old compressed-tensors, AutoFP8
+KV_SCALE_SUFFIXES = (".k_scale", ".v_scale", ".output_scale", ".kv_scale")
+_SCALE_DTYPES = ("F32", "BF16", "F16", "F8_E8M0", "U8")
+_BYTES = ("I8", "U8")  # how writers stored FP8 codes before safetensors had dtypes for them
+_UNQUALIFIED = ("_scale", ".scale")  # names that parameters other than scales have too
 _MAX_LISTED = 6
 
 
@@ -29,6 +39,17 @@ class Problem(NamedTuple):
     message: str
 
 
+class Pair(NamedTuple):
+    """A weight's codes and the scale that makes values of them."""
+
+    codes: TensorInfo
+    dtype: str  # of the codes: the stored one, or F8_E4M3 where their bytes are stored as integers
+    scale: TensorInfo  # the multiplier; as F8_E8M0 or U8 the exponent byte of a power of two
+    block: tuple[int, ...]  # sizes, by axis of the codes, of what shares a scale
+    part: tuple[tuple[int, int], ...]  # (start, stop) by axis where the scale tensor holds those of others; else ()
+    scheme: Scheme
+
+
 class Pairing:
     """Weights and their scales under one format; `format` and `config` are None for a plain checkpoint."""
 
@@ -38,32 +59,57 @@ class Pairing:
         self._tensors = tensors
         self._format = fmt
         self._config = config
+        self._pairs = fmt.pairs if fmt is not None else ()
+
+    def weight_names(self) -> dict[str, str]:
+        """Name of a weight's values → name of its codes, where a format calls them differently (torchao)."""
+        if self._format is None or all(codes in (self._format.values_suffix, "") for codes, _ in self._pairs):
+            return {}
+        suffix = self._pairs[0][0]
+        names = (name for name in self._tensors if name.endswith(suffix))
+        return {name.removesuffix(suffix) + self._format.values_suffix: name for name in names}
 
     def is_quantised(self, info: TensorInfo) -> bool:
         """Whether the tensor holds FP8 codes, which mean nothing without a scale."""
+        if self.is_scale(info.name):
+            return False
+        if info.dtype in _BYTES:
+            scheme = self._scheme(info) if self._stem_scale(info.name) is not None else None
+            return scheme is not None and not scheme.foreign and not self._packs_two(info)
         return info.dtype in FP8_DTYPES
 
     def is_scale(self, name: str) -> bool:
-        return self._format is not None and name.endswith(self._format.scale_suffix)
+        """Whether the tensor is a scale of a weight, whether or not that weight is there."""
+        for weight, scale in self._pairs:
+            if name.endswith(scale):
+                owner = name.removesuffix(scale) + weight
+                if owner in self._tensors:
+                    return True
+                if weight and scale not in _UNQUALIFIED:
+                    return True
+                if "experts." in name and self._has_experts(name):
+                    return True
+        return False
+
+    def is_input_scale(self, name: str) -> bool:
+        """Whether the tensor is a static scale of a quantised module's activations."""
+        return self._format is not None and name.endswith(INPUT_SCALE_SUFFIXES)
 
     def scale_of(self, weight: str) -> TensorInfo | None:
-        """The scale tensor named for this weight, whatever the weight's dtype."""
-        if self._format is None or not weight.endswith(self._format.weight_suffix):
-            return None
-        return self._tensors.get(weight.removesuffix(self._format.weight_suffix) + self._format.scale_suffix)
+        """The scale tensor of this weight's own, whatever the weight's dtype."""
+        found = self._stem_scale(weight)
+        return found[0] if found is not None else None
 
-    def checked(self, info: TensorInfo) -> tuple[TensorInfo, tuple[int, int]]:
-        """(scale, (bm, bn)) of a weight of FP8 codes.
+    def pair(self, info: TensorInfo) -> Pair:
+        """The checked pair of a tensor of FP8 codes.
 
         Raises CheckpointError naming file, tensor, expected and actual where the pair is not what the format
         asks for.
         """
-        problem = self._fault(info)
-        if problem is not None:
-            raise CheckpointError(problem.message)
-        scale = self.scale_of(info.name)
-        assert scale is not None and self._config is not None
-        return scale, self._config.weight_block_size
+        found = self._judge(info)
+        if isinstance(found, Problem):
+            raise CheckpointError(found.message)
+        return found
 
     def problems(self) -> Iterator[Problem]:
         """Every fault that the headers show, in the tensors' own order."""
@@ -71,11 +117,20 @@ class Pairing:
         for info in self._tensors.values():
             if self.is_quantised(info):
                 seen_codes = True
-                fault = self._fault(info)
-                if fault is not None:
-                    yield fault
+                found = self._judge(info)
+                if isinstance(found, Problem):
+                    yield found
+                elif found.dtype != info.dtype:
+                    yield Problem(
+                        "warning", "bytes-as-integers", info.name,
+                        f"{info.file}: tensor {shown(info.name)} is {_stored(info)}, where the config says FP8: the "
+                        f"bytes are read as {found.dtype}, as writers stored codes before safetensors had FP8. A "
+                        "reader that takes them for integers is silently wrong; write the checkpoint again.",
+                    )  # fmt: skip
             elif self.is_scale(info.name):
                 yield from self._scale_fault(info)
+            else:
+                yield from self._packed(info)
         if self._config is not None and not seen_codes:
             dtypes = ", ".join(sorted({info.dtype for info in self._tensors.values()}))
             yield Problem(
@@ -84,7 +139,42 @@ class Pairing:
                 f"{dtypes}. The tensors count: all of it is read as it is stored.",
             )  # fmt: skip
 
-    def _fault(self, info: TensorInfo) -> Problem | None:
+    def _stem_scale(self, weight: str) -> tuple[TensorInfo, str] | None:
+        for codes, scale in self._pairs:
+            if weight.endswith(codes):
+                found = self._tensors.get(weight.removesuffix(codes) + scale)
+                if found is not None and found.name != weight:
+                    return found, scale
+        return None
+
+    def _scheme(self, info: TensorInfo) -> Scheme | None:
+        if self._config is None:
+            return None
+        name = self._values_name(info.name)
+        return self._config.scheme_of(module_of(name))
+
+    def _values_name(self, codes: str) -> str:
+        suffix = self._pairs[0][0] if self._pairs else ""
+        if self._format is not None and suffix and codes.endswith(suffix):
+            return codes.removesuffix(suffix) + self._format.values_suffix
+        return codes
+
+    def _packs_two(self, info: TensorInfo) -> bool:
+        """Whether the integer bytes are 4-bit codes, two in each: their scales then reach over twice the columns."""
+        found = self._stem_scale(info.name)
+        return (
+            found is not None
+            and len(info.shape) == len(found[0].shape) == 2
+            and found[0].shape[1] * 32 == info.shape[1] * 2
+            and found[0].shape[0] == info.shape[0]
+            and found[0].dtype in ("F8_E8M0", "U8")
+        )
+
+    def _has_experts(self, scale: str) -> bool:
+        group = scale.partition("experts.")[0] + "experts.0."
+        return any(f"{group}{which}_proj.weight" in self._tensors for which in ("gate", "down", "up"))
+
+    def _judge(self, info: TensorInfo) -> Pair | Problem:
         if self._format is None or self._config is None:
             return _error(
                 "unexplained-fp8", info,
@@ -92,51 +182,84 @@ class Pairing:
                 "and the block size. Restore the config.json the weights were published "
                 f"with{self._scale_like(info.name, '; the file has ')}.",
             )  # fmt: skip
-        if not info.name.endswith(self._format.weight_suffix) or len(info.shape) != 2:
+        own = self._stem_scale(info.name)
+        named = any(codes and info.name.endswith(codes) for codes, _ in self._pairs)
+        if len(info.shape) not in (2, 3) or not (named or own is not None):
+            suffix = self._pairs[0][0]
             return _error(
                 "unknown-layout", info,
-                f"is {_stored(info)}: expected FP8 only in 2-D tensors named *{self._format.weight_suffix} "
-                f"({self._format.name}). Stacked and transposed layouts are not read yet.",
+                f"is {_stored(info)}: expected FP8 in matrices named *{suffix}, or in stacked experts [e, n, k] with a "
+                f"scale beside them ({self._format.name}){self._scale_like(info.name, '; the file has ')}.",
             )  # fmt: skip
-        if info.dtype not in self._format.code_dtypes:
+        scheme = self._scheme(info)
+        if scheme is None or scheme.foreign:
+            given = scheme.foreign if scheme is not None else "no weight scheme"
+            return _error(
+                "no-scheme", info,
+                f"is {_stored(info)}, but {self._config.where} gives its module {given}: expected one of FP8. Correct "
+                "the config's targets.",
+            )  # fmt: skip
+        dtype = "F8_E4M3" if info.dtype in _BYTES else info.dtype
+        if dtype not in scheme.code_dtypes:
             return _error(
                 "dtype", info,
-                f"is {info.dtype}, expected {' or '.join(self._format.code_dtypes)}, as {self._config.where} says "
-                f"{self._config.method} {self._config.fmt}.",
+                f"is {info.dtype}, expected {' or '.join(scheme.code_dtypes)}, as {self._config.where} says "
+                f"{self._config.method} {scheme.codes}.",
             )  # fmt: skip
-        scale = self.scale_of(info.name)
-        if scale is None:
-            scale_name = info.name.removesuffix(self._format.weight_suffix) + self._format.scale_suffix
-            return _error(
-                "missing-scale", info,
-                f"is {_stored(info)} without its scale: expected {shown(scale_name)}, found "
-                f"none{self._scale_like(info.name, ' but ')}. Raw codes would be read as values up to 448; download "
-                "or export the checkpoint again.",
-            )  # fmt: skip
-        if scale.dtype not in self._format.scale_dtypes:
+        part: tuple[tuple[int, int], ...] = ()
+        if own is not None:
+            scale, shape = own[0], own[0].shape
+        else:
+            shared = self._format.shared_scale and self._format.shared_scale(info, self._tensors, scheme)
+            if not shared:
+                return self._missing_scale(info)
+            scale, part = shared
+            shape = tuple(stop - start for start, stop in part)[1:]
+        if scale.dtype not in _SCALE_DTYPES:
             return _error(
                 "scale-dtype", scale,
-                f"is {scale.dtype}, expected {', '.join(self._format.scale_dtypes)} ({self._format.name}).",
+                f"is {scale.dtype}, expected {', '.join(_SCALE_DTYPES)} ({self._format.name})."
+                + (" Packed exponents are a layout of running kernels, not of files." if scale.dtype == "I32" else ""),
             )  # fmt: skip
-        expected = self._format.scale_shape(info.shape, self._config)
-        if scale.shape != expected:
+        block = scale_block(info.shape, shape, scheme)
+        if block is None:
+            expected = " or ".join(str(list(one)) for one in expected_shapes(info.shape, scheme))
             return _error(
                 "scale-grid", scale,
-                f"has shape {list(scale.shape)}, expected {list(expected)}: its weight is {list(info.shape)} and "
-                f"weight_block_size is {list(self._config.weight_block_size)}. Correct the block size, or export the "
-                "weight again.",
+                f"has shape {list(shape)}, expected {expected}: its weight is {list(info.shape)} and "
+                f"{self._config.where} gives {_said(scheme)}. Correct the config, or export the weight again.",
             )  # fmt: skip
-        return None
+        return Pair(info, dtype, scale, block, part, scheme)
+
+    def _missing_scale(self, info: TensorInfo) -> Problem:
+        assert self._format is not None
+        codes, scale = next(pair for pair in self._pairs if info.name.endswith(pair[0]))
+        expected = info.name.removesuffix(codes) + scale
+        return _error(
+            "missing-scale", info,
+            f"is {_stored(info)} without its scale: expected {shown(expected)}, found "
+            f"none{self._scale_like(info.name, ' but ')}. Raw codes would be read as values up to 448; download "
+            "or export the checkpoint again.",
+        )  # fmt: skip
 
     def _scale_fault(self, scale: TensorInfo) -> Iterator[Problem]:
-        assert self._format is not None
-        weight_name = scale.name.removesuffix(self._format.scale_suffix) + self._format.weight_suffix
-        weight = self._tensors.get(weight_name)
+        owners = [
+            scale.name.removesuffix(suffix) + weight for weight, suffix in self._pairs if scale.name.endswith(suffix)
+        ]
+        weight = next((self._tensors[name] for name in owners if name in self._tensors), None)
         if weight is None:
+            if "experts." in scale.name and self._has_experts(scale.name):
+                return
             yield _error(
                 "missing-weight", scale,
-                f"is a scale without its weight: expected {shown(weight_name)}, found none. A shard is missing or "
+                f"is a scale without its weight: expected {shown(owners[0])}, found none. A shard is missing or "
                 "the export dropped the weight.",
+            )  # fmt: skip
+        elif self._packs_two(weight):
+            yield _error(
+                "packed", weight,
+                f"is {_stored(weight)} with a scale {list(scale.shape)}: FP4 codes, two in a byte (MXFP4), expected "
+                "FP8. What is not FP8 is not read.",
             )  # fmt: skip
         elif not self.is_quantised(weight):
             yield Problem(
@@ -145,9 +268,15 @@ class Pairing:
                 "high-precision weight has no scale (transformers leaves uninitialised ones behind). It is ignored.",
             )  # fmt: skip
 
+    def _packed(self, info: TensorInfo) -> Iterator[Problem]:
+        for suffix, what in PACKED_SUFFIXES.items():
+            if info.name.endswith(suffix) and info.dtype not in ("BF16", "F16"):
+                yield _error("packed", info, f"is {_stored(info)}: {what}, expected FP8. What is not FP8 is not read.")
+
     def _scale_like(self, weight: str, lead: str) -> str:
         """`lead` and what else beside the weight has "scale" in its name, or nothing."""
         found = self._scales_by_module.get(weight.rpartition(".")[0], [])
+        found = [name for name in found if name != weight]
         return lead + ", ".join(map(shown, found[:_MAX_LISTED])) if found else ""
 
     @cached_property
@@ -158,6 +287,10 @@ class Pairing:
             if "scale" in parameter:
                 found.setdefault(module, []).append(name)
         return found
+
+
+def _said(scheme: Scheme) -> str:
+    return f"weight_block_size {list(scheme.block)}" if scheme.granularity == "block" else str(scheme)
 
 
 def _stored(info: TensorInfo) -> str:

@@ -6,6 +6,7 @@ Decides from headers, names and settings; knows nothing of values, layers or dev
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -13,7 +14,7 @@ from functools import cached_property
 from typing import Any
 
 from mtplab.checkpoint.exclusions import QWEN_PUBLISHED, ListedModules, UserPatterns, parse_exclude
-from mtplab.checkpoint.formats import QuantizationConfig
+from mtplab.checkpoint.formats import QuantizationConfig, Scheme
 from mtplab.checkpoint.header import TensorInfo
 from mtplab.checkpoint.names import Reach, draft_prefixes, kind_of, module_of, nearest, part_of
 from mtplab.checkpoint.pairing import Pairing
@@ -42,7 +43,7 @@ class ModulePlan:
     shape: tuple[int, ...]
     nbytes: int  # as stored, scale and bias included
     scale: TensorInfo | None = None
-    block: tuple[int, int] | None = None  # (bm, bn) where weight is "fp8"
+    block: tuple[int, ...] | None = None  # (bm, bn) where weight is "fp8"; with the experts' axis before if stacked
 
     @property
     def loaded_nbytes(self) -> int:
@@ -51,8 +52,8 @@ class ModulePlan:
             return 0
         if self.weight != "fp8" or self.block is None or self.scale is not None:
             return self.nbytes
-        (n, k), (bm, bn) = self.shape, self.block
-        return n * k + 4 * -(-n // bm) * -(-k // bn)
+        grid = (-(-size // block) for size, block in zip(self.shape, self.block, strict=True))
+        return math.prod(self.shape) + 4 * math.prod(grid)
 
 
 @dataclass(frozen=True, repr=False)
@@ -153,10 +154,14 @@ def _refuse_in_vain(asked: Mapping[str, tuple[str, ...] | None]) -> None:
 def _group(tensors: Mapping[str, TensorInfo], pairing: Pairing) -> dict[str, list[TensorInfo]]:
     """Tensors by module, the weight first; scales are left out, their weights bring them."""
     grouped: dict[str, list[TensorInfo]] = {}
+    codes = {stored: name for name, stored in pairing.weight_names().items()}
     for info in tensors.values():
         if not pairing.is_scale(info.name):
-            members = grouped.setdefault(module_of(info.name), [])
-            members.insert(0 if info.name.endswith(".weight") else len(members), info)
+            name = codes.get(info.name, info.name)
+            if pairing.is_input_scale(name):
+                name = name.rpartition(".")[0] + ".weight"  # its bytes are the module's
+            members = grouped.setdefault(module_of(name), [])
+            members.insert(0 if info.name in codes or info.name.endswith(".weight") else len(members), info)
     return grouped
 
 
@@ -180,15 +185,16 @@ class _Decision:
     def __call__(self, name: str, part: str, members: list[TensorInfo], user: UserPatterns) -> ModulePlan:
         info = members[0]
         kind = kind_of(name, len(info.shape))
-        if kind == "linear" and not info.name.endswith(".weight"):
+        quantised = self._pairing.is_quantised(info)
+        if kind == "linear" and not (quantised or info.name.endswith(".weight")):
             kind = "other"  # a table or a stacked parameter of a layout that is not read as linear weights
         scale = self._pairing.scale_of(info.name)
         nbytes = sum(member.nbytes for member in members) + (scale.nbytes if scale is not None else 0)
-        block: tuple[int, int] | None = None
-        if self._pairing.is_quantised(info):
-            assert self._quantization is not None
-            weight, block = "fp8", self._quantization.weight_block_size
-            activation, rule = self._stored_fp8(name, user)
+        block: tuple[int, ...] | None = None
+        if quantised:
+            pair = self._pairing.pair(info)
+            weight, block, scale = "fp8", pair.block, pair.scale
+            activation, rule = self._stored_fp8(name, pair.scheme, user)
         else:
             scale = None
             weight, activation = _PLAIN.get(info.dtype, info.dtype.lower()), "none"
@@ -226,9 +232,7 @@ class _Decision:
             )
         return found
 
-    def _stored_fp8(self, name: str, user: UserPatterns) -> tuple[str, str]:
-        assert self._quantization is not None
-        bm, bn = self._quantization.weight_block_size
+    def _stored_fp8(self, name: str, scheme: Scheme, user: UserPatterns) -> tuple[str, str]:
         own = user.own_pattern(name)
         if own is not None:
             return "none", (
@@ -242,8 +246,10 @@ class _Decision:
                 f"stored as FP8 with a scale although {self._key} lists {shown(entry)}: the tensors count, used as FP8"
             )
         else:
-            rule = f"stored as FP8 with a scale per {bm}x{bn} block and not excluded: used as FP8"
-        return "fp8", rule + ("; model_format='fp8' changes nothing, it is FP8 already" if self._asked_in_vain else "")
+            rule = f"stored as FP8 with {scheme} and not excluded: used as FP8"
+        activation = "none" if scheme.activation == "none" else "fp8"
+        vain = "; model_format='fp8' changes nothing, it is FP8 already" if self._asked_in_vain else ""
+        return activation, rule + vain
 
     def _stored_plain(self, name: str, kind: str, info: TensorInfo) -> str:
         if self._quantization is None:

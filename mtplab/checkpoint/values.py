@@ -1,11 +1,13 @@
 """A tensor's values out of its file: raw, as codes with their scale, or as float32.
 
 The only module of this room that needs torch. Knows where bytes lie and what a checked pair of weight and
-scale is; nothing of formats or names.
+scale is; nothing of formats or names. FP8 codes are [n, k] or stacked experts [e, n, k]; a block is given by axis.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from io import FileIO
 from pathlib import Path
 from typing import NamedTuple
@@ -13,11 +15,21 @@ from typing import NamedTuple
 import torch
 
 from mtplab.checkpoint.header import TensorInfo
+from mtplab.checkpoint.pairing import Pair
 from mtplab.checkpoint.strict_json import open_regular, shown
 from mtplab.errors import CheckpointError
 from mtplab.kernels.fp8_reference import dequantize_block, has_nan_codes
 
-__all__ = ["TORCH_DTYPES", "ScaledWeight", "read_dequantized", "read_scaled", "read_tensor"]
+__all__ = [
+    "TORCH_DTYPES",
+    "ScaledWeight",
+    "dequantized_bands",
+    "plain_bands",
+    "read_dequantized",
+    "read_rows",
+    "read_scaled",
+    "read_tensor",
+]
 
 TORCH_DTYPES: dict[str, torch.dtype] = {
     "BOOL": torch.bool,
@@ -47,15 +59,21 @@ _BAND_BYTES = 1 << 20
 
 
 class ScaledWeight(NamedTuple):
-    """FP8 codes [n, k] and the float32 multipliers [ceil(n/bm), ceil(k/bn)] of their (bm, bn) blocks."""
+    """FP8 codes [n, k] or [e, n, k], and the float32 multipliers [ceil(n/bm), ceil(k/bn)] of their blocks."""
 
     data: torch.Tensor
     scale: torch.Tensor
-    block: tuple[int, int]
+    block: tuple[int, ...]
 
     def dequantize(self) -> torch.Tensor:
-        """float32 [n, k]: code times scale, rounded once."""
-        return dequantize_block(self.data, self.scale, self.block)
+        """float32, of the codes' shape: code times scale, rounded once."""
+        if self.data.dim() == 2:
+            return dequantize_block(self.data, self.scale, (self.block[0], self.block[1]))
+        out = torch.empty(self.data.shape, dtype=torch.float32)
+        for expert in range(len(out)):
+            scale = self.scale[expert // self.block[0]]
+            dequantize_block(self.data[expert], scale, (self.block[1], self.block[2]), out[expert])
+        return out
 
 
 def read_tensor(info: TensorInfo) -> torch.Tensor:
@@ -67,45 +85,107 @@ def read_tensor(info: TensorInfo) -> torch.Tensor:
         return file.tensor(info)
 
 
-def read_scaled(info: TensorInfo, scale_info: TensorInfo, block: tuple[int, int]) -> ScaledWeight:
-    """A weight [n, k] and its scale, both checked.
+def read_rows(info: TensorInfo, start: int, stop: int) -> torch.Tensor:
+    """Rows start to stop of the tensor [n, ...] as stored, read alone. Raises CheckpointError as `read_tensor` does."""
+    row = info.nbytes // max(1, info.shape[0])
+    begin = info.start + start * row
+    part = info._replace(shape=(stop - start, *info.shape[1:]), start=begin, end=begin + (stop - start) * row)
+    return read_tensor(part)
+
+
+def read_scaled(pair: Pair) -> ScaledWeight:
+    """A weight and its scale, both checked.
 
     Raises CheckpointError for a scale that is not finite and positive, and for codes that are NaN.
     """
-    scale = _checked(read_tensor(scale_info), scale_info)
-    data = read_tensor(info)
+    scale = _scale(read_tensor(pair.scale), pair)
+    info = pair.codes
+    data = read_tensor(info).view(TORCH_DTYPES[pair.dtype])
     if has_nan_codes(data):
         bad = data.float().isnan()
         raise CheckpointError(
             f"{_where(info)}: {int(bad.sum())} of {data.numel()} FP8 codes are NaN, expected none; the first is at "
             f"{bad.nonzero()[0].tolist()}. The export is damaged; download or quantise again."
         )
-    return ScaledWeight(data, scale, block)
+    return ScaledWeight(data, scale, pair.block)
 
 
-def read_dequantized(info: TensorInfo, scale_info: TensorInfo, block: tuple[int, int]) -> torch.Tensor:
-    """float32 [n, k]: what `read_scaled(...).dequantize()` gives, read and converted a band of rows at a time.
+def read_dequantized(pair: Pair) -> torch.Tensor:
+    """float32, of the codes' shape: what `read_scaled(...).dequantize()` gives, a band of rows at a time.
 
     A band of codes stays in cache from the file to its values, which saves a third of the time for large weights.
     Raises CheckpointError as `read_scaled` does.
     """
-    (n, k), bm = info.shape, block[0]
-    blocks = max(1, _BAND_BYTES // max(1, bm * k))  # block rows in a band
-    out = _memory(info, (n, k), torch.float32)
-    band = torch.empty(min(n, blocks * bm) * k, dtype=torch.uint8)
+    out = _memory(pair.codes, pair.codes.shape, torch.float32)
+    rows = out.flatten(0, -2)
+    for _ in _bands(pair, rows):
+        pass
+    return out
+
+
+def dequantized_bands(pair: Pair) -> Iterator[tuple[int, int, torch.Tensor]]:
+    """(first row, row after the last, float32 [rows, k]) one band after the other, in memory that the next one reuses.
+
+    Rows are those of the codes [.., k] with all axes but the last taken together. Raises as `read_scaled` does.
+    """
+    yield from _bands(pair, None)
+
+
+def plain_bands(info: TensorInfo) -> Iterator[tuple[int, int, torch.Tensor]]:
+    """As `dequantized_bands`, of a tensor that is not quantised: its values cast to float32."""
+    *lead, k = info.shape or (1,)
+    total = math.prod(lead)
+    dtype = _torch_dtype(info)
+    if dtype.is_complex:
+        raise CheckpointError(f"{_where(info)} is complex: expected real values.")
+    step = max(1, min(_BAND_BYTES // max(1, k), total))
+    width = info.nbytes // max(1, total * k)
+    raw = torch.empty(step * k * width, dtype=torch.uint8)
     with _File(info.file) as file:
-        beside = scale_info.file == info.file  # as in most exports: a file is opened once for the pair
-        scale = _checked(file.tensor(scale_info) if beside else read_tensor(scale_info), scale_info)
         file.seek_to(info)
-        for start in range(0, n, blocks * bm):
-            stop = min(n, start + blocks * bm)
+        for start in range(0, total, step) if k else ():
+            stop = min(total, start + step)
+            part = raw[: (stop - start) * k * width]
+            file.fill(part, info)
+            yield start, stop, part.view(dtype).view(-1, k).float()
+
+
+def _bands(pair: Pair, out: torch.Tensor | None) -> Iterator[tuple[int, int, torch.Tensor]]:
+    info = pair.codes
+    *lead, k = info.shape
+    total, height = math.prod(lead), info.shape[-2]
+    step = max(1, min(_BAND_BYTES // max(1, k), total))
+    band = torch.empty(step * k, dtype=torch.uint8)
+    own = torch.empty(step, k) if out is None else None
+    with _File(info.file) as file:
+        beside = pair.scale.file == info.file  # as in most exports: a file is opened once for the pair
+        scale = _scale(file.tensor(pair.scale) if beside else read_tensor(pair.scale), pair)
+        file.seek_to(info)
+        for start in range(0, total, step):
+            stop = min(total, start + step)
             raw = band[: (stop - start) * k]
             file.fill(raw, info)
-            codes = raw.view(_torch_dtype(info)).view(-1, k)
+            codes = raw.view(TORCH_DTYPES[pair.dtype]).view(-1, k)
             if has_nan_codes(codes):
-                read_scaled(info, scale_info, block)  # raises, having counted all of them
-            dequantize_block(codes, scale[start // bm : -(-stop // bm)], block, out[start:stop], has_nan=False)
-    return out
+                read_scaled(pair)  # raises, having counted all of them
+            rows = torch.arange(start, stop)
+            if len(info.shape) == 3:
+                by_row = scale[rows // height // pair.block[0], rows % height // pair.block[1]]
+            else:
+                by_row = scale[rows // pair.block[0]]
+            values = out[start:stop] if out is not None else own[: stop - start]  # type: ignore[index]
+            dequantize_block(codes, by_row, (1, pair.block[-1]), values, has_nan=False)
+            yield start, stop, values
+
+
+def _scale(stored: torch.Tensor, pair: Pair) -> torch.Tensor:
+    """The scale as float32, one value a block: [ceil(n/bm), ceil(k/bn)], stacked experts' with their axis before."""
+    if stored.dtype == torch.uint8:
+        stored = stored.view(torch.float8_e8m0fnu)
+    if pair.part:
+        stored = stored[tuple(slice(*part) for part in pair.part)]
+    grid = tuple(-(-size // block) for size, block in zip(pair.codes.shape, pair.block, strict=True))
+    return _checked(stored, pair.scale).reshape(grid)
 
 
 def _checked(scale: torch.Tensor, info: TensorInfo) -> torch.Tensor:

@@ -11,12 +11,12 @@ import pkgutil
 from functools import cache
 
 from mtplab.checkpoint.config_json import Found
-from mtplab.checkpoint.formats.base import Format, QuantizationConfig
+from mtplab.checkpoint.formats.base import Format, QuantizationConfig, Scheme
 from mtplab.checkpoint.formats.known import KNOWN_METHODS
 from mtplab.checkpoint.strict_json import shown
 from mtplab.errors import CheckpointError
 
-__all__ = ["Format", "QuantizationConfig", "formats", "parse"]
+__all__ = ["Format", "QuantizationConfig", "Scheme", "formats", "parse"]
 
 
 @cache

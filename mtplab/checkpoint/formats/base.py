@@ -5,11 +5,43 @@ Knows no format: each is a file beside this one.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
-__all__ = ["Format", "QuantizationConfig", "grid_shape"]
+from mtplab.checkpoint.header import TensorInfo
+from mtplab.checkpoint.strict_json import shown
+from mtplab.errors import CheckpointError
+
+__all__ = ["Format", "QuantizationConfig", "Scheme", "SharedScale", "block_sizes", "names_listed"]
+
+_MAX_BLOCK = 1 << 20
+_CODES = {"e4m3": ("F8_E4M3", "F8_E4M3FNUZ"), "e5m2": ("F8_E5M2", "F8_E5M2FNUZ")}
+
+
+@dataclass(frozen=True, slots=True)
+class Scheme:
+    """How the weights of a module share scales, and what becomes of its activations."""
+
+    granularity: str  # "tensor", "channel" (output row), "block", "group" (along a row)
+    block: tuple[int, int] = (0, 0)  # rows and columns that share a scale; given for "block" and "group" only
+    activation: str = "dynamic"  # "dynamic": quantised as they come; "static": by a stored scale; "none": not
+    codes: str = "e4m3"
+    foreign: str = ""  # set where the config gives the module something that is no FP8: its name
+
+    @property
+    def code_dtypes(self) -> tuple[str, ...]:
+        """The storage dtypes, as safetensors spells them, that may hold these codes."""
+        return _CODES[self.codes]
+
+    def __str__(self) -> str:
+        bm, bn = self.block
+        return {
+            "tensor": "a scale per tensor",
+            "channel": "a scale per output channel",
+            "block": f"a scale per {bm}x{bn} block",
+            "group": f"a scale per {bn} columns of a row",
+        }[self.granularity]
 
 
 @dataclass(frozen=True)
@@ -17,28 +49,55 @@ class QuantizationConfig:
     """A checkpoint's quantisation config, in one vocabulary for every format."""
 
     method: str  # quant_method as it stands
-    fmt: str  # the codes: "e4m3"
-    activation_scheme: str  # "dynamic": activations are quantised per token and group as they come
-    weight_block_size: tuple[int, int]  # (bm, bn) rows and columns that share a scale
-    exclusions: tuple[str, ...]  # modules kept in high precision, as listed
     where: str  # file and key path
+    scheme_of: Callable[[str], Scheme | None]  # by module name; None where the config gives it no weight scheme
+    exclusions: tuple[str, ...] = ()  # modules kept in high precision, as listed
     exclusions_key: str = "modules_to_not_convert"
+    kv_cache: str | None = None  # what the KV cache is to be quantised to, in the config's own words
+
+
+class SharedScale(NamedTuple):
+    """A weight's scale as a part of a tensor that holds those of several: `part` is (start, stop) by axis."""
+
+    scale: TensorInfo
+    part: tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True)
 class Format:
-    """One layout of quantised weights: everything the readers need to know of it."""
+    """One layout of quantised weights: everything the readers need to know of it.
+
+    A weight `stem + pair[0]` has its scale in `stem + pair[1]`, the first of `pairs` for which there is one; the
+    tensor is always the multiplier. A pair whose weight ends in nothing is one of stacked experts.
+    """
 
     name: str
     methods: tuple[str, ...]  # quant_method strings it answers to
-    code_dtypes: tuple[str, ...]  # storage dtypes of the codes
-    weight_suffix: str
-    scale_suffix: str  # in place of weight_suffix; the tensor is the multiplier
-    scale_dtypes: tuple[str, ...]
+    pairs: tuple[tuple[str, str], ...]
     parse: Callable[[dict[str, Any], str], QuantizationConfig]
-    scale_shape: Callable[[tuple[int, ...], QuantizationConfig], tuple[int, ...]]
+    shared_scale: Callable[[TensorInfo, Mapping[str, TensorInfo], Scheme], SharedScale | None] | None = None
+    values_suffix: str = ".weight"  # how a weight's values are called, where its codes are called otherwise
 
 
-def grid_shape(shape: tuple[int, ...], config: QuantizationConfig) -> tuple[int, ...]:
-    """Shape of the scales of a weight [n, k]: [ceil(n / bm), ceil(k / bn)]."""
-    return tuple(-(-size // block) for size, block in zip(shape, config.weight_block_size, strict=True))
+def block_sizes(value: Any, where: str, key: str) -> tuple[int, int]:
+    """`value` as (bm, bn). Raises CheckpointError for anything but two positive whole numbers."""
+    if isinstance(value, str):  # old compressed-tensors: "128x128"
+        value = [int(size) if size.isdecimal() and len(size) < 8 else size for size in value.split("x")]
+    if not (isinstance(value, list) and len(value) == 2 and all(type(b) is int and 0 < b <= _MAX_BLOCK for b in value)):
+        raise CheckpointError(f"{where}: {key} {shown(value)}, expected two positive whole numbers, like [128, 128].")
+    return value[0], value[1]
+
+
+def names_listed(content: Mapping[str, Any], keys: tuple[str, ...], where: str) -> tuple[tuple[str, ...], str]:
+    """(module names under any of `keys`, the key that had some). Raises CheckpointError for what is no list of them."""
+    entries: list[str] = []
+    used = keys[0]
+    for key in keys:
+        listed = content.get(key)
+        if listed is None:
+            continue
+        if not isinstance(listed, list) or not all(isinstance(item, str) for item in listed):
+            raise CheckpointError(f"{where}: {key}, expected a list of module names, found {shown(listed)}.")
+        used = key if not entries else used
+        entries += listed
+    return tuple(dict.fromkeys(entries)), used

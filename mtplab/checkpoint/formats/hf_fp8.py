@@ -1,67 +1,76 @@
-"""HF `fp8` with block scales, as DeepSeek-V3 and Qwen publish it.
+"""HF `fp8`, in the four dialects that share the method's name; the tensors' names tell them apart.
 
-`X.weight` F8_E4M3 [n, k] and `X.weight_scale_inv` [ceil(n/bm), ceil(k/bn)], which despite its name is the
-multiplier (DeepSeek-V3, README_WEIGHTS.md). Ragged last blocks are zero-padded ones, cut off. Knows nothing
-of the dialects that share the method's name with other scales (per-tensor, static); it names them and
-refuses.
+block: `X.weight` [n, k] and `X.weight_scale_inv` [ceil(n/bm), ceil(k/bn)], which despite its name is the multiplier
+(DeepSeek-V3, README_WEIGHTS.md), F32, BF16, or powers of two as F32 or F8_E8M0 (`scale_fmt` "ue8m0"). Ragged last
+blocks are zero-padded ones, cut off. per tensor: `X.weight_scale_inv` and `X.activation_scale` (transformers,
+Mistral), or `X.weight_scale` and `X.input_scale` (AutoFP8, Quark's custom mode; auto-round per channel). DeepSeek-V4:
+`X.scale`. Experts are one by one; transformers' writer leaves their scales stacked under the experts' own name
+(`experts.gate_up_proj_scale_inv` [e, 2 ceil(i/bm), ceil(h/bn)], gate rows first), which it cannot read back itself.
 """
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
 from typing import Any
 
-from mtplab.checkpoint.formats.base import Format, QuantizationConfig, grid_shape
+from mtplab.checkpoint.formats.base import Format, QuantizationConfig, Scheme, SharedScale, block_sizes, names_listed
+from mtplab.checkpoint.header import TensorInfo
 from mtplab.checkpoint.strict_json import shown
 from mtplab.errors import CheckpointError
 
 # transformers writes no fmt at all, MiniMax writes torch's name
-_E4M3_NAMES = (None, "e4m3", "float8_e4m3fn")
-_EXCLUSION_KEYS = ("modules_to_not_convert", "ignored_layers")
-_MAX_BLOCK = 1 << 20
+_FMT = {None: "e4m3", "e4m3": "e4m3", "float8_e4m3fn": "e4m3", "e5m2": "e5m2", "float8_e5m2": "e5m2"}
+_SCHEMES = ("dynamic", "static")
+_EXPERT = re.compile(r"(.*\.experts)\.([0-9]{1,6})\.(gate|up|down)_proj\.weight")
 
 
 def _parse(content: dict[str, Any], where: str) -> QuantizationConfig:
-    fmt = content.get("fmt")
-    if fmt not in _E4M3_NAMES:
-        raise CheckpointError(f"{where}: fmt {shown(fmt)}, expected 'e4m3'.")
-    scheme = content.get("activation_scheme", "dynamic")
-    if scheme != "dynamic":
-        raise CheckpointError(
-            f"{where}: activation_scheme {shown(scheme)}, expected 'dynamic': static activation scales are not read "
-            "yet."
-        )
+    fmt, activation = content.get("fmt"), content.get("activation_scheme", "dynamic")
+    if not isinstance(fmt, str | None) or fmt not in _FMT:
+        raise CheckpointError(f"{where}: fmt {shown(fmt)}, expected 'e4m3' or 'e5m2'.")
+    if activation not in _SCHEMES:
+        raise CheckpointError(f"{where}: activation_scheme {shown(activation)}, expected 'dynamic' or 'static'.")
     block = content.get("weight_block_size")
-    if not (isinstance(block, list) and len(block) == 2 and all(type(b) is int and 0 < b <= _MAX_BLOCK for b in block)):
-        told = "per-tensor scales are not read yet" if block is None else "two positive whole numbers"
-        raise CheckpointError(f"{where}: weight_block_size {shown(block)}, expected like [128, 128]: {told}.")
-    entries: list[str] = []
-    used = _EXCLUSION_KEYS[0]
-    for key in _EXCLUSION_KEYS:
-        listed = content.get(key)
-        if listed is None:
-            continue
-        if not isinstance(listed, list) or not all(isinstance(item, str) for item in listed):
-            raise CheckpointError(f"{where}: {key}, expected a list of module names, found {shown(listed)}.")
-        used = key if not entries else used
-        entries += listed
-    return QuantizationConfig(
-        method="fp8",
-        fmt="e4m3",
-        activation_scheme="dynamic",
-        weight_block_size=(block[0], block[1]),
-        exclusions=tuple(dict.fromkeys(entries)),
-        where=where,
-        exclusions_key=used,
+    scheme = (
+        Scheme("tensor", activation=activation, codes=_FMT[fmt])
+        if block is None
+        else Scheme("block", block_sizes(block, where, "weight_block_size"), activation, _FMT[fmt])
     )
+    entries, key = names_listed(content, ("modules_to_not_convert", "ignored_layers"), where)
+    kv = content.get("kv_cache_scheme")
+    return QuantizationConfig("fp8", where, lambda module: scheme, entries, key, shown(kv) if kv else None)
+
+
+def _stacked(info: TensorInfo, tensors: Mapping[str, TensorInfo], scheme: Scheme) -> SharedScale | None:
+    expert = _EXPERT.fullmatch(info.name)
+    if expert is None or scheme.granularity != "block" or len(info.shape) != 2:
+        return None
+    group, number, which = expert[1], int(expert[2]), expert[3]
+    scale = tensors.get(f"{group}.{'down_proj' if which == 'down' else 'gate_up_proj'}_scale_inv")
+    if scale is None or len(scale.shape) != 3 or number >= scale.shape[0]:
+        return None
+    rows, columns = (-(-size // block) for size, block in zip(info.shape, scheme.block, strict=True))
+    # a gate whose rows end within a block shares that block with the up projection: such a file cannot be told apart
+    if which != "down" and info.shape[0] % scheme.block[0]:
+        return None
+    start = rows if which == "up" else 0
+    if scale.shape[1:] != (rows * (1 if which == "down" else 2), columns):
+        return None
+    return SharedScale(scale, ((number, number + 1), (start, start + rows), (0, columns)))
 
 
 FORMAT = Format(
-    name="HF fp8, block scales",
+    name="HF fp8",
     methods=("fp8",),
-    code_dtypes=("F8_E4M3",),
-    weight_suffix=".weight",
-    scale_suffix=".weight_scale_inv",
-    scale_dtypes=("F32", "BF16", "F16"),
+    pairs=(
+        (".weight", ".weight_scale_inv"),
+        (".weight", ".weight_scale"),
+        (".weight", ".qscale_weight"),
+        (".weight", ".scale"),
+        ("", "_scale_inv"),
+        ("", "_weight_scale"),
+    ),
     parse=_parse,
-    scale_shape=grid_shape,
+    shared_scale=_stacked,
 )

@@ -1,4 +1,4 @@
-"""Quantisation methods that are recognised by name, so that an error can say what was found.
+"""What is recognised and not read: methods by name, and tensors whose names give a packed format away.
 
 This is a list of words; it reads nothing.
 """
@@ -6,18 +6,24 @@ This is a list of words; it reads nothing.
 from __future__ import annotations
 
 KNOWN_METHODS: dict[str, str] = {
-    "mxfp8": "MXFP8 (E8M0 scales over 32 columns)",
-    "fbgemm_fp8": "FBGEMM FP8 (per-channel scales)",
-    "compressed-tensors": "compressed-tensors (llm-compressor)",
-    "modelopt": "NVIDIA ModelOpt",
     "modelopt_fp4": "NVIDIA ModelOpt NVFP4",
-    "quark": "AMD Quark",
-    "auto-round": "Intel auto-round",
-    "torchao": "torchao",
     "gptq": "GPTQ (integer codes)",
     "awq": "AWQ (integer codes)",
     "bitsandbytes": "bitsandbytes",
     "mxfp4": "MXFP4",
     "nvfp4": "NVFP4",
     "gguf": "GGUF",
+    "hqq": "HQQ (integer codes)",
+    "aqlm": "AQLM (codebooks)",
+    "eetq": "EETQ (INT8)",
+}
+
+# the end of a tensor's name → what its module holds
+PACKED_SUFFIXES: dict[str, str] = {
+    ".weight_packed": "packed codes of compressed-tensors (NVFP4, MXFP4 or INT4)",
+    ".weight_scale_2": "NVFP4, as ModelOpt writes it",
+    ".weight_global_scale": "NVFP4, as compressed-tensors writes it",
+    ".qweight": "packed integer codes (GPTQ or AWQ)",
+    ".weight.quant_map": "bitsandbytes codes",
+    "_blocks": "MXFP4 blocks, as gpt-oss writes them",
 }

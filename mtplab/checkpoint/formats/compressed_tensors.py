@@ -1,0 +1,84 @@
+"""compressed-tensors (llm-compressor): groups of modules, each with its own strategy.
+
+`X.weight` F8_E4M3; `X.weight_scale` [1] (tensor), [n, 1] (channel), [ceil, ceil] (block), or U8 [n, k/32] for MXFP8.
+A target is a full name, `re:` and a pattern matched from the name's start, or a class name; the first that fits
+counts, in this order (compressed_tensors.utils.match). Without classes, a class name stands for every module.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mtplab.checkpoint.bounded_regex import BoundedPatterns
+from mtplab.checkpoint.formats.base import Format, QuantizationConfig, Scheme, block_sizes, names_listed
+from mtplab.checkpoint.strict_json import shown
+from mtplab.errors import CheckpointError
+
+_STRATEGIES = {"tensor": "tensor", "channel": "channel", "block": "block", "group": "group"}
+
+
+def _parse(content: dict[str, Any], where: str) -> QuantizationConfig:
+    groups = content.get("config_groups")
+    if not isinstance(groups, dict) or not all(isinstance(group, dict) for group in groups.values()):
+        raise CheckpointError(f"{where}: config_groups, expected an object of groups, found {shown(groups)}.")
+    names: dict[str, Scheme] = {}
+    patterns: list[tuple[str, Scheme]] = []
+    classes: list[Scheme] = []
+    for label, group in groups.items():
+        scheme = _scheme(group, content.get("format"), f"{where}: config_groups.{shown(label)}")
+        for target in names_listed(group, ("targets",), f"{where}: config_groups.{shown(label)}")[0]:
+            if target.startswith("re:"):
+                patterns.append((target, scheme))
+            elif "." in target:
+                names.setdefault(target, scheme)
+            else:
+                classes.append(scheme)
+    schemes = [*names.values(), *(scheme for _, scheme in patterns), *classes]
+    if schemes and all(scheme.foreign for scheme in schemes):
+        raise CheckpointError(
+            f"{where}: compressed-tensors with {schemes[0].foreign}, expected FP8: 8-bit floats. Take the checkpoint's "
+            "BF16 or FP8 release."
+        )
+    bounded = BoundedPatterns([pattern for pattern, _ in patterns], where)
+
+    def scheme_of(module: str) -> Scheme | None:
+        if module in names:
+            return names[module]
+        found = next((scheme for pattern, scheme in patterns if bounded.matches(pattern, module)), None)
+        return found or (classes[0] if classes else None)
+
+    entries, key = names_listed(content, ("ignore",), where)
+    kv = content.get("kv_cache_scheme")
+    said = shown({k: kv.get(k) for k in ("num_bits", "type", "strategy")}) if isinstance(kv, dict) else None
+    return QuantizationConfig("compressed-tensors", where, scheme_of, entries, key, said)
+
+
+def _scheme(group: dict[str, Any], overall: Any, where: str) -> Scheme:
+    weights = group.get("weights")
+    layout = group.get("format") or overall
+    if weights is None:
+        return Scheme("tensor", foreign="no weight quantisation")
+    if not isinstance(weights, dict):
+        raise CheckpointError(f"{where}: weights, expected an object, found {shown(weights)}.")
+    bits, kind, strategy = (weights.get(key) for key in ("num_bits", "type", "strategy"))
+    if (bits, kind) != (8, "float"):
+        return Scheme("tensor", foreign=f"{shown(layout)}: {shown(bits)} bits of type {shown(kind)}")
+    inputs = group.get("input_activations")
+    dynamic = inputs.get("dynamic") if isinstance(inputs, dict) else None
+    activation = "none" if inputs is None else "dynamic" if dynamic else "static"
+    if not isinstance(strategy, str) or strategy not in _STRATEGIES:
+        raise CheckpointError(f"{where}: strategy {shown(strategy)}, expected one of {', '.join(_STRATEGIES)}.")
+    block = (0, 0)
+    if strategy == "block":
+        block = block_sizes(weights.get("block_structure"), where, "block_structure")
+    elif strategy == "group":
+        block = block_sizes([1, weights.get("group_size")], where, "[1, group_size]")
+    return Scheme(_STRATEGIES[strategy], block, activation)
+
+
+FORMAT = Format(
+    name="compressed-tensors",
+    methods=("compressed-tensors",),
+    pairs=((".weight", ".weight_scale"), ("", "_weight_scale"), ("", "_scale")),
+    parse=_parse,
+)

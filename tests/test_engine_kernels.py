@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import sys
+
 import pytest
 import torch
 
 from mtplab import ConfigError, MtplabError, generate, load_model
+from mtplab.config import SamplingConfig, SpecConfig
 from mtplab.decode import runner
 from mtplab.decode.peek import next_logits
 from mtplab.kernels import launch
@@ -13,6 +17,7 @@ from mtplab.models import layers
 from mtplab.models.cache import KVCache
 from mtplab.quant import fp8_products
 from mtplab.quant.policy import POLICIES, resolve_policy
+from tiny import write_tiny
 
 PROMPTS = ["In the beginning God", "def f"]  # ragged
 
@@ -123,3 +128,117 @@ def test_a_cache_read_by_kernels_keeps_no_copy(policy):
     assert made[0].values is None and made[1].values is not None
     for a, b in zip(made[0].read(5), made[1].read(5), strict=True):
         assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("dtype, policy, fits", [
+    ("float16", "none", True), ("float16", "fp8_e5m2", True), ("float16", "int8", False), ("float16", "int4", False),
+    ("bfloat16", "int8", True), ("float32", "int8", True),
+])  # fmt: skip
+def test_which_caches_kernels_take(bundled, monkeypatch, dtype, policy, fits):
+    """Only integer caches have scales, in the checkpoint's BF16: FP16 beside an unquantised cache is no obstacle."""
+    monkeypatch.setenv("MTPLAB_KERNELS", "triton")
+    run = new_run(load_model(bundled, dtype=dtype), [[5, 6, 7]], policy)
+    assert run.passes.kernels is fits
+    quantised = [cache for cache in run.state.target if isinstance(cache, KVCache) and policy != "none"]
+    assert all((cache.values is None) is fits for cache in quantised)
+
+
+def test_fp16_beside_a_bf16_checkpoint_decodes_with_kernels(bundled, monkeypatch):
+    launched = []
+    attend = layers.attend_cache
+
+    def spy(q, *arguments, **keywords):
+        launched.append(q.dtype)
+        return attend(q, *arguments, **keywords)
+
+    monkeypatch.setattr(layers, "attend_cache", spy)
+    monkeypatch.setenv("MTPLAB_KERNELS", "triton")
+    assert generate(load_model(bundled, dtype="float16"), [[5, 6]], depth=1, max_new_tokens=2).tokens
+    assert set(launched) == {torch.float16}
+
+
+def new_run(model, prompts, policy="none", depth=2, draft_policy=None, **sampling) -> runner.Run:
+    spec = SpecConfig(depth=depth, draft_sampling=sampling.pop("draft_sampling", "greedy"))
+    settings = SamplingConfig(max_new_tokens=40, ignore_eos=True, **sampling)
+    policies = resolve_policy(policy), resolve_policy(draft_policy or policy)
+    return runner.Run(model, prompts, spec, settings, *policies, exact=True)
+
+
+# from the device, and to it
+READS = ("cpu", "item", "tolist", "numpy", "nonzero", "__float__", "__int__", "__bool__", "__index__", "__array__")
+SENDS = ("tensor", "from_numpy", "as_tensor")
+
+
+@pytest.mark.parametrize("how", ["triton", "reference"])
+@pytest.mark.parametrize(
+    "settings, sent",
+    [({}, 0), ({"temperature": 0.8}, 0), ({"temperature": 0.8, "draft_sampling": "sampled", "top_p": 0.9}, 1)],
+    ids=["greedy", "drawn", "drafts drawn too"],
+)
+def test_a_round_waits_for_the_device_once(tmp_path, monkeypatch, how, settings, sent):
+    """What mtplab itself asks of tensors: the interpreter of kernels asks for more, and a GPU does not have it."""
+    monkeypatch.setenv("MTPLAB_KERNELS", how)
+    run = new_run(load_model(write_tiny(tmp_path)), [[1, 2, 3], [4]], seed=3, **settings)
+    crossings = []
+
+    def spied(owner, name, kind):
+        real = getattr(owner, name)
+
+        def spy(*arguments, **keywords):
+            file = sys._getframe(1).f_code.co_filename
+            ours = f"{os.sep}mtplab{os.sep}" in file or f"{os.sep}kernels{os.sep}" in file
+            if ours and not file.endswith("interpreter.py"):
+                crossings.append((kind, name))
+            return real(*arguments, **keywords)
+
+        monkeypatch.setattr(owner, name, spy)
+
+    with torch.inference_mode():
+        run.prefill()
+        run.round()
+        for name in READS:
+            spied(torch.Tensor, name, "read")
+        for name in SENDS:
+            spied(torch, name, "sent")
+        run.round()
+    kinds = [kind for kind, _ in crossings]
+    # the references of a sampled verdict take numbers from the host
+    verdict = 2 if how == "reference" and settings else 0
+    # .cpu() and the .numpy() of what it gave
+    assert kinds.count("read") == 2 and kinds.count("sent") == sent + verdict, crossings
+
+
+@pytest.mark.parametrize("policy", ["int8", "int4", "fp8_e4m3"])
+def test_a_prompt_of_many_segments_is_decoded_once(tmp_path, monkeypatch, policy):
+    """Kernels keep no copy of a cache as read back; a prompt's later segments still do not decode the earlier again."""
+    model = load_model(write_tiny(tmp_path, max_position_embeddings=4096))
+    prompts = [[1 + i % 14 for i in range(5 * runner.SEGMENT)], [3, 4]]
+    ends = []
+    for how in ("triton", "reference"):
+        monkeypatch.setenv("MTPLAB_KERNELS", how)
+        run = new_run(model, prompts, policy)
+        decoded: list[int] = []
+        for cache in (run.state.target[1], run.state.draft):
+            cache.codec = Counted(cache.codec, lambda codes, decoded=decoded: decoded.append(len(codes.flatten(0, -2))))
+        with torch.inference_mode():
+            run.prefill()
+        # K and V of one head, in the target's layer and in the draft's, padded to whole chunks
+        assert sum(decoded) <= 2 * 2 * 2 * (5 * runner.SEGMENT), decoded
+        assert (run.state.draft.values is None) == (how == "triton"), "a copy outlives the prompts"
+        ends.append([run.last, run._unread.hidden, run.state.target[1].codes.view(torch.uint8)])
+    for a, b in zip(*ends, strict=True):
+        assert torch.equal(a, b)
+
+
+class Counted:
+    """A codec that says what it decodes."""
+
+    def __init__(self, codec, tell):
+        self.codec, self.tell = codec, tell
+
+    def encode(self, rows, meta_dtype):
+        return self.codec.encode(rows, meta_dtype)
+
+    def decode(self, codes, meta, dtype):
+        self.tell(codes)
+        return self.codec.decode(codes, meta, dtype)

@@ -4,14 +4,18 @@ A sequence has n tokens, the last of which the target has not read yet; its cach
 lets the target read the last token and the drafts in one pass, keeps what `accept` allows and rolls the rest back.
 The draft's slot t holds (hidden t, embedding of token t+1): after a round it re-reads the accepted slots with the
 target's hidden states, so that its cache never keeps what it imagined.
+
+Where sequences stand is known on both sides, the host's and the device's: a round waits for the device once, when it
+reads what was emitted, and what it sends is at most the numbers that drafts are drawn with.
 """
 
 from __future__ import annotations
 
-import math
 import threading
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -29,6 +33,7 @@ from mtplab.errors import MtplabError
 from mtplab.kernels.acceptance import emit_greedy, emit_sampled
 from mtplab.models import Model
 from mtplab.models.attend import KEY_BLOCK
+from mtplab.models.choice import decodes_with_kernels
 from mtplab.models.delta_rule import CHUNK
 from mtplab.models.passes import Pass, PassMaker
 from mtplab.models.rows import pad_rows, round_up, row_count
@@ -40,6 +45,16 @@ SEGMENT = 32 * CHUNK
 
 class Cancelled(Exception):
     """The run was cancelled through its event; nothing is wrong."""
+
+
+class _Unread(NamedTuple):
+    """What the draft has yet to read: `hidden` [b, t, h] and `tokens` [b, t]; the last of them at `at` [b], which is
+    `last` on the host and lies two before the sequence's end."""
+
+    hidden: Tensor
+    tokens: Tensor
+    at: Tensor
+    last: np.ndarray
 
 
 class Run:
@@ -65,8 +80,10 @@ class Run:
         longest = max(map(len, prompts))
         need = max(round_up(longest, CHUNK), longest + sampling.max_new_tokens + self.k + 1)
         block = KEY_BLOCK if exact or compiled else 64
-        self.passes = PassMaker(model.config, round_up(need, block), model.dtype, self.device, self.k + 1)
-        self.state = RunState(model, len(prompts), self.passes.capacity, policy, draft_policy, self.k)
+        policies = (policy, draft_policy) if self.k else (policy,)
+        kernels = decodes_with_kernels(model.config, model.dtype, self.device, policies)
+        self.passes = PassMaker(model.config, round_up(need, block), model.dtype, self.device, self.k + 1, kernels)
+        self.state = RunState(model, len(prompts), self.passes.capacity, policy, draft_policy, self.k, kernels)
         self.steps = Steps(model, self.passes, self.state, exact, compiled)
         self.prompts = prompts
         self.tokens: list[list[int]] = [[] for _ in prompts]
@@ -74,9 +91,11 @@ class Run:
         self.first = first
         self.live = list(range(len(prompts)))  # index into `prompts` of each row of the batch
         self.lengths = np.array([len(p) for p in prompts])  # tokens of each row, the last one unread
+        # the same on the device, as the indices of the prompts in the call and the last tokens
+        self._ends = torch.from_numpy(self.lengths).to(self.device)
+        self._indices = torch.arange(first, first + len(prompts), device=self.device)
         self.last = torch.zeros(len(prompts), dtype=torch.int64, device=self.device)
-        # what the draft has yet to read: hidden [b, t, h] and tokens [b, t] from slot `start` [b], the last at `at` [b]
-        self._unread: tuple[Tensor, Tensor, np.ndarray, np.ndarray] | None = None
+        self._unread: _Unread | None = None
         self.batched_rounds = 0
 
     @property
@@ -101,22 +120,27 @@ class Run:
 
     def prefill(self) -> None:
         """Read the prompts and choose each sequence's first token, which belongs to no round."""
-        b, lengths = len(self.prompts), torch.from_numpy(self.lengths).to(self.device)
+        b, lengths = len(self.prompts), self._ends
         t = round_up(int(self.lengths.max()), CHUNK)
         ids = torch.zeros(b, t, dtype=torch.int64)
         for row, prompt in enumerate(self.prompts):
             ids[row, : len(prompt)] = torch.tensor(prompt)
         ids = ids.to(self.device)
-        hidden = torch.cat([self._read_segment(ids, lengths, s, min(s + SEGMENT, t)) for s in range(0, t, SEGMENT)], 1)
+        starts = range(0, t, SEGMENT)
+        with self.state.reading_segments() if len(starts) > 1 else nullcontext():
+            hidden = torch.cat([self._read_segment(ids, lengths, s, min(s + SEGMENT, t)) for s in starts], 1)
         rows = torch.arange(b, device=self.device)
         last = hidden[rows, lengths - 1]
         normed = self._normed(last)
-        first = self._choose(self._logits(normed)[:, None], self.lengths[:, None])[:, 0]
+        logits = self._logits(normed)[:, None]
+        verdict = Verdict(torch.zeros_like(lengths), self._choose(logits, self.lengths[:, None]))
+        told = self._tell(verdict, logits)
         if self.k:
             following = torch.cat([ids[:, 1:], ids.new_zeros(b, 1)], dim=1)
-            following[rows, lengths - 1] = first
-            self._draft_prompt(hidden, following, lengths)
-        self._append(np.zeros(b, dtype=int), first[:, None].tolist(), prompt=True)
+            following[rows, lengths - 1] = verdict.tokens[:, 0]
+            with self.state.reading_segments(draft=True) if len(starts) > 1 else nullcontext():
+                self._draft_prompt(hidden, following, lengths)
+        self._append(verdict, *told, prompt=True)
 
     def _read_segment(self, ids: Tensor, lengths: Tensor, start: int, stop: int) -> Tensor:
         run = self._segment_pass(ids.shape[0], start, stop, lengths)
@@ -138,46 +162,50 @@ class Run:
             self.model.draft(embedded, run.gather(given[:, start:stop]), run, self.state.draft)
         # the last slot again, alone: its output starts the first chain
         rows, at = torch.arange(b, device=self.device), lengths - 1
-        self._unread = given[rows, at][:, None], following[rows, at][:, None], self.lengths - 1, np.zeros(b, dtype=int)
+        self._unread = _Unread(
+            given[rows, at][:, None], following[rows, at][:, None], torch.zeros_like(at), np.zeros(b, dtype=int)
+        )
 
     def round(self) -> None:
         """Draft, verify, keep, roll back."""
         drafts, draft_probs = self._draft() if self.k else (self.last.new_zeros(len(self.live), 0), None)
-        start = self.lengths - 1
-        hidden, normed, logits = self.steps.verify(torch.cat([self.last[:, None], drafts], dim=1), start)
+        tokens = torch.cat([self.last[:, None], drafts], dim=1)
+        hidden, normed, logits = self.steps.verify(tokens, self._ends - 1, int(self.lengths.max()) + self.k)
         verdict = self._verdict(drafts, draft_probs, logits)
-        accepted = verdict.accepted.cpu().numpy()
+        accepted, emitted = self._tell(verdict, logits)
         same = bool((accepted == accepted[0]).all())
         self.state.commit(verdict.accepted + 1, int(accepted[0]) + 1 if same else None)
         if self.k:
             given = normed if self.spec.target_hidden == "post_norm" else hidden
             # a compiled pass keeps its shape: slots past the accepted ones are read too, and written again later
             width = self.k + 1 if self.compiled else int(accepted.max()) + 1
-            self._unread = given[:, :width], verdict.tokens[:, :width], start, accepted
+            self._unread = _Unread(given[:, :width], verdict.tokens[:, :width], verdict.accepted, accepted)
         self.batched_rounds += 1
-        self._append(accepted, verdict.tokens.tolist())
+        self._append(verdict, accepted, emitted)
 
     def _draft(self) -> tuple[Tensor, Tensor | None]:
         """k drafts per sequence [b, k], and the distributions they were drawn from [b, k, v] if they were drawn."""
-        hidden, tokens, slots, at = self._unread
+        hidden, tokens, at, last = self._unread
         # the last slot read is n−2: it drafts position n
-        last_slot = slots + at
+        slots = self._ends - 2 - at
+        longest = int((self.lengths - 2 - last).max()) + tokens.shape[1]
+        drawn = self.spec.draft_sampling == "sampled" and not self.sampling.greedy
+        numbers = self._uniform(self.lengths[:, None] + np.arange(self.k), Purpose.DRAFT) if drawn else None
         drafts, probs = [], []
         for step in range(self.k):
-            out, normed, logits = self.steps.draft(tokens, hidden, slots, at if tokens.shape[1] > 1 else None)
-            if self.spec.draft_sampling == "sampled" and not self.sampling.greedy:
+            out, normed, logits = self.steps.draft(tokens, hidden, slots, longest, at if tokens.shape[1] > 1 else None)
+            if numbers is not None:
                 q = distribution(logits, self.sampling)
-                drafts.append(sample(q, self._uniform(last_slot[:, None] + 2 + step, Purpose.DRAFT)[:, 0]))
+                drafts.append(sample(q, numbers[:, step]))
                 probs.append(q)
             else:
                 drafts.append(greedy(logits))
             # the next slot reads the head's own hidden and the token just drafted
             hidden = (normed if self.spec.draft_hidden == "post_norm" else out)[:, None]
-            tokens, slots = drafts[-1][:, None], last_slot + step + 1
+            tokens, slots, longest = drafts[-1][:, None], self._ends + (step - 1), int(self.lengths.max()) + step
         return torch.stack(drafts, 1), torch.stack(probs, 1) if probs else None
 
     def _verdict(self, drafts: Tensor, draft_probs: Tensor | None, logits: Tensor) -> Verdict:
-        self._check(logits)
         if self.passes.kernels:
             return self._verdict_of_kernels(drafts, draft_probs, logits)
         if self.sampling.greedy:
@@ -195,32 +223,33 @@ class Run:
         if self.sampling.greedy:
             out = emit_greedy(drafts, logits)
         else:
-            prompts = torch.tensor([self.first + i for i in self.live], device=self.device)
-            starts = torch.from_numpy(self.lengths).to(self.device)
             target = distribution(logits, self.sampling)
-            out = emit_sampled(drafts, target, draft_probs, self.sampling.seed, prompts, starts)
+            out = emit_sampled(drafts, target, draft_probs, self.sampling.seed, self._indices, self._ends)
         # what lies past the emitted tokens is read by the draft and overwritten: any token will do
         return Verdict(out.num_emitted - 1, out.tokens.clamp_min(0))
 
     def _choose(self, logits: Tensor, positions: np.ndarray) -> Tensor:
         """The target's own token at each position: logits [b, t, v], positions [b, t] → [b, t]."""
-        self._check(logits)
         if self.sampling.greedy:
             return greedy(logits)
         return sample(distribution(logits, self.sampling), self._uniform(positions, Purpose.SAMPLE))
 
-    def _check(self, logits: Tensor) -> None:
-        """A NaN would be taken for the likeliest token: say so instead. The largest logit is NaN if any is."""
-        if math.isfinite(float(logits.amax())):
-            return
-        row = int((~logits.amax(dim=(1, 2)).isfinite()).nonzero()[0])
-        raise MtplabError(
-            f"prompt {self.first + self.live[row]}: the target's logits are NaN or infinite after "
-            f"{int(self.lengths[row])} tokens. The weights are finite, so the arithmetic overflowed: try "
-            "dtype='float32', or mtplab.load_model(..., activation_rounding=False) to see whether rounding does it."
-        )
+    def _tell(self, verdict: Verdict, logits: Tensor) -> tuple[np.ndarray, list[list[int]]]:
+        """What a verdict on logits [b, t, v] says, on the host: accepted [b] and tokens [b, t], by the one copy of a
+        round. Raises MtplabError where logits are not finite: a NaN would pass for the likeliest token."""
+        # the largest logit is NaN if any is
+        finite = logits.amax(dim=(1, 2)).isfinite()
+        told = torch.cat([verdict.tokens, verdict.accepted[:, None], finite[:, None]], dim=1).cpu().numpy()
+        if not told[:, -1].all():
+            row = int(told[:, -1].argmin())
+            raise MtplabError(
+                f"prompt {self.first + self.live[row]}: the target's logits are NaN or infinite after "
+                f"{int(self.lengths[row])} tokens. The weights are finite, so the arithmetic overflowed"
+                f"{self.model.overflow_advice()}"
+            )
+        return told[:, -2], told[:, :-2].tolist()
 
-    def _append(self, accepted: np.ndarray, tokens: list[list[int]], prompt: bool = False) -> None:
+    def _append(self, verdict: Verdict, accepted: np.ndarray, tokens: list[list[int]], prompt: bool = False) -> None:
         """Emit up to accepted[i] + 1 tokens of row i, end what has finished and drop it from the batch."""
         going = []
         for row, i in enumerate(self.live):
@@ -235,8 +264,9 @@ class Run:
             mine.extend(new)
             if ends is None and len(mine) < self.sampling.max_new_tokens:
                 going.append(row)
-        self.lengths = self.lengths + (1 if prompt else accepted + 1)
-        self.last = torch.tensor([self.tokens[i][-1] for i in self.live], dtype=torch.int64, device=self.device)
+        self.lengths, self._ends = self.lengths + accepted + 1, self._ends + verdict.accepted + 1
+        # of a row that goes on nothing was cut off
+        self.last = verdict.tokens.gather(1, verdict.accepted[:, None])[:, 0]
         if len(going) < len(self.live):
             self._keep(going)
 
@@ -246,12 +276,12 @@ class Run:
         if not rows:
             return
         index = torch.tensor(rows, device=self.device)
-        self.last = self.last[index]
+        self.last, self._ends, self._indices = self.last[index], self._ends[index], self._indices[index]
         self.state.select(index)
         if self._unread is not None:
-            given, tokens, start, at = self._unread
-            width = tokens.shape[1] if self.compiled else int(at[rows].max()) + 1
-            self._unread = given[index, :width], tokens[index, :width], start[rows], at[rows]
+            given, tokens, at, last = self._unread
+            width = tokens.shape[1] if self.compiled else int(last[rows].max()) + 1
+            self._unread = _Unread(given[index, :width], tokens[index, :width], at[index], last[rows])
 
     def _given(self, hidden: Tensor) -> Tensor:
         """What the draft reads of the target's hidden states [b, t, h]."""

@@ -5,10 +5,13 @@ Knows nothing of tokens or acceptance: it is told how many tokens of the last pa
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
 from torch import Tensor
 
 from mtplab.models import Model
-from mtplab.models.cache import DeltaState
+from mtplab.models.cache import DeltaState, KVCache
 from mtplab.quant.policy import QuantPolicy
 
 
@@ -17,10 +20,17 @@ class RunState:
     before they are written again. Delta-rule states roll back by position (`DeltaState.commit`)."""
 
     def __init__(
-        self, model: Model, batch: int, capacity: int, policy: QuantPolicy, draft_policy: QuantPolicy, depth: int
+        self,
+        model: Model,
+        batch: int,
+        capacity: int,
+        policy: QuantPolicy,
+        draft_policy: QuantPolicy,
+        depth: int,
+        kernels: bool = False,
     ):
-        self.target = model.target_caches(batch, capacity, policy)
-        self.draft = model.draft_cache(batch, capacity, draft_policy) if depth else None
+        self.target = model.target_caches(batch, capacity, policy, kernels)
+        self.draft = model.draft_cache(batch, capacity, draft_policy, kernels) if depth else None
         if depth:
             for cache in self.target:
                 if isinstance(cache, DeltaState):
@@ -31,6 +41,16 @@ class RunState:
         for cache in self.target:
             if isinstance(cache, DeltaState):
                 cache.commit(keep, uniform)
+
+    @contextmanager
+    def reading_segments(self, draft: bool = False) -> Iterator[None]:
+        """While a prompt is read in several segments, by the target or the draft: each slot is decoded once, not once
+        for every segment that follows it."""
+        with ExitStack() as held:
+            for cache in [self.draft] if draft else self.target:
+                if isinstance(cache, KVCache):
+                    held.enter_context(cache.holding_values())
+            yield
 
     def select(self, rows: Tensor) -> None:
         """Keep these sequences, in this order."""

@@ -12,7 +12,6 @@ from collections.abc import Callable
 from types import FunctionType
 from weakref import WeakKeyDictionary
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -87,19 +86,19 @@ class Steps:
 
     def __init__(self, model: Model, passes: PassMaker, state: RunState, exact: bool, compiled: bool):
         self.model, self.passes, self.state, self.exact, self.compiled = model, passes, state, exact, compiled
+        self._offsets = torch.arange(passes.most_tokens, device=model.device)
         self._verify, self._draft = _compiled_for(model) if compiled else (verify_step, draft_step)
 
-    def verify(self, tokens: Tensor, start: np.ndarray) -> tuple[Tensor, Tensor, Tensor]:
-        """`verify_step` with sequence i's tokens at positions start[i], start[i] + 1, …"""
-        positions, reach = self._where(start, tokens.shape[1])
+    def verify(self, tokens: Tensor, start: Tensor, longest: int) -> tuple[Tensor, Tensor, Tensor]:
+        """`verify_step` with sequence i's tokens at positions start[i], start[i] + 1, …, the last at `longest` − 1."""
+        positions, reach = self._where(start, longest, tokens.shape[1])
         return self._verify(self.model.target, self.passes, tokens, positions, *reach, self.state.target)
 
     def draft(
-        self, tokens: Tensor, hidden: Tensor, start: np.ndarray, at: np.ndarray | None
+        self, tokens: Tensor, hidden: Tensor, start: Tensor, longest: int, at: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """`draft_step` with sequence i's slots at start[i], start[i] + 1, …"""
-        positions, reach = self._where(start, tokens.shape[1])
-        chosen = None if at is None else torch.from_numpy(at).to(tokens.device)
+        """`draft_step` with sequence i's slots at start[i], start[i] + 1, …, the last at `longest` − 1."""
+        positions, reach = self._where(start, longest, tokens.shape[1])
         return self._draft(
             self.model.target,
             self.model.draft,
@@ -107,14 +106,13 @@ class Steps:
             tokens,
             hidden,
             positions,
-            chosen,
+            at,
             *reach,
             self.state.draft,
         )
 
-    def _where(self, start: np.ndarray, t: int) -> tuple[Tensor, tuple[int, bool, int | None]]:
-        positions = torch.from_numpy(start[:, None] + np.arange(t)).to(self.model.device)
-        longest = int(start.max()) + t
+    def _where(self, start: Tensor, longest: int, t: int) -> tuple[Tensor, tuple[int, bool, int | None]]:
+        positions = start[:, None] + self._offsets[:t]
         if not self.compiled:
             return positions, (longest, self.exact, None)
         bucket = min(round_up(longest, KEY_BLOCK), self.passes.capacity)

@@ -7,6 +7,9 @@ cost a CPU a gather on every read; a paged kernel can address the same storage t
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import Tensor
 
@@ -18,7 +21,8 @@ class KVCache:
 
     Codes [2, b, h_kv, capacity, d'] hold K and V; integer policies add meta [2, b, h_kv, capacity, 2] (scale, zero) in
     the checkpoint's dtype. Where codes are not what attention reads, a copy as read back is kept beside them, so that a
-    slot is decoded once, when written, and not at every later step; memory accounts count the codes.
+    slot is decoded once, when written, and not at every later step; memory accounts count the codes. Kernels read the
+    codes: there the copy is only held while a prompt of several segments is read (`holding_values`).
     """
 
     def __init__(
@@ -35,15 +39,16 @@ class KVCache:
     ):
         """`kernels`: decoding reads the codes themselves, so no copy is kept as read back."""
         self.policy, self.codec, self.dtype, self.meta_dtype = policy, policy.codec, dtype, meta_dtype
+        self.head_dim = head_dim
         shape = (2, batch, kv_heads, capacity)
         self.codes = torch.zeros(
             *shape, self.codec.code_shape(head_dim), dtype=self.codec.code_dtype(dtype), device=device
         )
         self.meta = torch.zeros(*shape, 2, dtype=meta_dtype, device=device) if policy.meta else None
         plain = self.codes.dtype == dtype and policy.meta == 0
-        self.values: Tensor | None = self.codes
-        if not plain:
-            self.values = None if kernels else torch.zeros(*shape, head_dim, dtype=dtype, device=device)
+        self.values: Tensor | None = self.codes if plain else None
+        if not plain and not kernels:
+            self.values = self._empty_values()
 
     @property
     def capacity(self) -> int:
@@ -66,6 +71,21 @@ class KVCache:
         meta = None if self.meta is None else self.meta[..., :length, :]
         keys, values = self.codec.decode(self.codes[..., :length, :], meta, self.dtype)
         return keys, values
+
+    @contextmanager
+    def holding_values(self) -> Iterator[None]:
+        """Have a copy as read back beside empty codes, as long as this lasts, where there is none of its own."""
+        own = self.values is not None
+        if not own:
+            self.values = self._empty_values()
+        try:
+            yield
+        finally:
+            if not own:
+                self.values = None
+
+    def _empty_values(self) -> Tensor:
+        return torch.zeros(*self.codes.shape[:4], self.head_dim, dtype=self.dtype, device=self.codes.device)
 
     def select(self, rows: Tensor) -> None:
         """Keep these sequences of the batch, in this order."""

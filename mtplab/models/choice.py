@@ -5,24 +5,30 @@ Prompts run torch on every device: the chunked delta rule has no kernel, nor has
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 
 from mtplab.models.config import ModelConfig
 from mtplab.quant.fp8_products import uses_kernels
+from mtplab.quant.policy import QuantPolicy
 
 _LARGEST, _STEP = 256, 16
 _TAPS = (2, 3, 4)
 
 
-def decodes_with_kernels(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether this device has the kernels and they take this model, computed in `dtype`.
+def decodes_with_kernels(
+    config: ModelConfig, dtype: torch.dtype, device: torch.device, policies: Iterable[QuantPolicy]
+) -> bool:
+    """Whether this device has the kernels and they take this model, computed in `dtype`, and caches of `policies`.
 
-    They take heads whose sizes are multiples of 16 up to 256, convolutions of 2 to 4 taps, and a cache's scales and
-    zeros, which have the checkpoint's dtype, in the dtype that is computed in or under float32. Raises ConfigError for
-    a MTPLAB_KERNELS that cannot be obeyed.
+    They take heads whose sizes are multiples of 16 up to 256, convolutions of 2 to 4 taps, and, where a cache has
+    scales and zeros beside its codes, those in the dtype that is computed in or under float32; they have the
+    checkpoint's dtype. Raises ConfigError for a MTPLAB_KERNELS that cannot be obeyed.
     """
     kernels = uses_kernels(device)
-    if str(dtype).removeprefix("torch.") not in ("float32", config.dtype):
+    same = str(dtype).removeprefix("torch.") in ("float32", config.dtype)
+    if not same and any(policy.meta for policy in policies):
         return False
     sizes = {config.head_dim}
     if "linear_attention" in config.layer_types:

@@ -16,7 +16,6 @@ from mtplab.checkpoint.strict_json import read_json_object
 from mtplab.config import EngineConfig, SpecConfig
 from mtplab.errors import CheckpointError, ConfigError
 from mtplab.models.cache import DeltaState, KVCache
-from mtplab.models.choice import decodes_with_kernels
 from mtplab.models.config import ModelConfig, parse_config
 from mtplab.models.parameters import Parameters
 from mtplab.models.qwen3_5 import Head, Target, build_head, build_target
@@ -57,6 +56,21 @@ class Model:
         """Whether a row's bits can be promised not to depend on its neighbours: float32 on a CPU."""
         return self.device.type == "cpu" and self.dtype == torch.float32
 
+    def overflow_advice(self) -> str:
+        """What to try where the arithmetic overflowed: the end of a sentence that says so. Names only settings that
+        would change something."""
+        steps = []
+        if self.dtype != torch.float32:
+            steps.append("dtype='float32'")
+        if self.engine.activation_rounding and any(module.activation == "fp8" for module in self.plan.modules):
+            steps.append("activation_rounding=False to see whether rounding does it")
+        if not steps:
+            return (
+                ", in float32 with no input rounded: the weights are too large for this model. Check that they and "
+                "config.json belong together and, where they are FP8, that the scales are those they were stored with."
+            )
+        return f": try mtplab.load_model(..., {', or '.join(steps)})."
+
     def encode(self, text: str) -> list[int]:
         """Token ids of a text, without special tokens. Raises CheckpointError if there is no tokenizer."""
         return self._tokenizer().encode(text, add_special_tokens=False).ids
@@ -86,18 +100,20 @@ class Model:
         recurrent = c.linear_v_heads * c.linear_k_dim * c.linear_v_dim * 4
         return c.layer_types.count("linear_attention") * (conv + recurrent)
 
-    def target_caches(self, batch: int, capacity: int, policy: QuantPolicy) -> list[KVCache | DeltaState]:
-        """Empty caches, one per layer of the target."""
+    def target_caches(
+        self, batch: int, capacity: int, policy: QuantPolicy, kernels: bool = False
+    ) -> list[KVCache | DeltaState]:
+        """Empty caches, one per layer of the target; `kernels`: for a run that decodes with them."""
         return [
-            self._kv_cache(batch, capacity, policy) if kind == "full_attention" else self._delta_state(batch)
+            self._kv_cache(batch, capacity, policy, kernels) if kind == "full_attention" else self._delta_state(batch)
             for kind in self.config.layer_types
         ]
 
-    def draft_cache(self, batch: int, capacity: int, policy: QuantPolicy) -> KVCache:
+    def draft_cache(self, batch: int, capacity: int, policy: QuantPolicy, kernels: bool = False) -> KVCache:
         """The head's empty cache."""
-        return self._kv_cache(batch, capacity, policy)
+        return self._kv_cache(batch, capacity, policy, kernels)
 
-    def _kv_cache(self, batch: int, capacity: int, policy: QuantPolicy) -> KVCache:
+    def _kv_cache(self, batch: int, capacity: int, policy: QuantPolicy, kernels: bool) -> KVCache:
         c = self.config
         if policy.bits == 4 and c.head_dim % 2:
             raise ConfigError(f"quant_policy {policy.name} packs pairs, but head_dim is {c.head_dim}; use int8")
@@ -110,7 +126,7 @@ class Model:
             self.dtype,
             self.checkpoint_dtype,
             self.device,
-            decodes_with_kernels(c, self.dtype, self.device),
+            kernels,
         )
 
     def _delta_state(self, batch: int) -> DeltaState:

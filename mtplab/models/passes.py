@@ -12,7 +12,6 @@ from torch import Tensor
 
 from mtplab.models.attend import attention_bias, padded_key_length
 from mtplab.models.cache import slot_base, slot_index
-from mtplab.models.choice import decodes_with_kernels
 from mtplab.models.config import ModelConfig
 from mtplab.models.rows import pad_rows, row_count
 
@@ -70,12 +69,18 @@ class PassMaker:
     """Makes the passes of one run: holds the rotary table, so that a pass only looks its rows up."""
 
     def __init__(
-        self, config: ModelConfig, capacity: int, dtype: torch.dtype, device: torch.device, most_tokens: int = 1
+        self,
+        config: ModelConfig,
+        capacity: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        most_tokens: int = 1,
+        kernels: bool = False,
     ):
-        """`most_tokens`: of a sequence in any decoding pass; kernels then treat a token alike in all of them."""
-        self.most_tokens = most_tokens
+        """`most_tokens`: of a sequence in any decoding pass; kernels then treat a token alike in all of them.
+        `kernels`: decoding passes run Triton's (`choice.decodes_with_kernels`)."""
+        self.most_tokens, self.kernels = most_tokens, kernels
         self.config, self.capacity, self.device = config, capacity, device
-        self.kernels = decodes_with_kernels(config, dtype, device)
         half = torch.arange(0, config.rotary_dim, 2, dtype=torch.float32, device=device)
         inverse = 1.0 / (config.rope_theta ** (half / config.rotary_dim))
         angle = torch.arange(capacity, dtype=torch.float32, device=device)[:, None] * inverse

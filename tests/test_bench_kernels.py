@@ -68,11 +68,31 @@ def test_what_memory_bounds_is_right_and_timed():
 
 
 def test_a_wrong_kernel_of_a_round_is_not_timed():
-    case = MemoryCase("broken", 1.0, lambda: (torch.full((3,), 1.0 + (os.environ["MTPLAB_KERNELS"] == "triton")),))
+    case = MemoryCase(1.0, lambda: (torch.full((3,), 1.0 + (os.environ["MTPLAB_KERNELS"] == "triton")),))
     assert "relative error 1.0e+00" in case.wrong()
     runs = iter(range(3))
-    assert MemoryCase("random", 1.0, lambda: (torch.tensor([float(next(runs))]),)).wrong() == "two runs differ"
+    assert MemoryCase(1.0, lambda: (torch.tensor([float(next(runs))]),)).wrong() == "two runs differ"
     assert os.environ["MTPLAB_KERNELS"] == "triton", "the choice is put back"
+
+
+def test_what_is_not_measured_is_not_made(monkeypatch):
+    """By default its operands are gigabytes."""
+    made = []
+    for name in ("_quantise", "_write", "_attend", "_delta", "_accept"):
+        monkeypatch.setattr(f"mtplab.bench.memory_cases.{name}", lambda *rest, name=name: made.append(name))
+    monkeypatch.setattr("mtplab.bench.kernels.make_case", lambda *rest: made.append("product"))
+    lines = list(measure_memory(CPU, clock, Limits(1e12, None), budget=-1))
+    lines += measure(CPU, clock, Limits(1e12, None), budget=-1)
+    assert len(lines) > 19 and all("not measured" in line.note for line in lines) and made == []
+
+
+def test_a_case_that_cannot_be_made_is_noted_and_the_rest_goes_on(monkeypatch):
+    def broken(*arguments):
+        raise torch.OutOfMemoryError("no room")
+
+    monkeypatch.setattr("mtplab.bench.memory_cases._attend", broken)
+    notes = {line.name: line.note for line in measure_memory(CPU, clock, Limits(1e12, None), SIZES)}
+    assert "OutOfMemoryError" in notes["attend 1 over 70 in int4"] and not notes["accept 1 greedy drafts"]
 
 
 def test_time_that_is_up_is_said():

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from mtplab.bench.gemm_cases import GemmCase, make_case, wrong
-from mtplab.bench.memory_cases import Sizes, memory_cases
+from mtplab.bench.memory_cases import MemoryCase, Sizes, memory_cases
 from mtplab.study.gpus import GPUS, SHAPES, GemmShape, Gpu
 
 __all__ = ["ROWS", "Limits", "Measured", "catalogued", "goals", "limits", "measure", "measure_memory"]
@@ -105,6 +105,7 @@ def measure(
                 yield Measured(shape.model, shape.name, shape.n, shape.k, m, "all", note=_cannot(problem))
                 continue
             yield from _measure_case(case, timed, chip)
+            del case  # before the next one's operands are made
 
 
 def measure_memory(
@@ -112,22 +113,25 @@ def measure_memory(
 ) -> Iterator[Measured]:
     """The operations that memory bounds; bytes are those that must move, not those that a kernel moves."""
     begun = time.monotonic()
-    for case in memory_cases(device, sizes):
-        where = {"model": "memory", "weight": "operations of a round", "n": 0, "k": 0, "m": 0, "name": case.name}
+    for name, make in memory_cases(device, sizes):
+        where = {"model": "memory", "weight": "operations of a round", "n": 0, "k": 0, "m": 0, "name": name}
         if time.monotonic() - begun > budget:
             yield Measured(**where, note=f"not measured: {budget:g} s are up")
             continue
         try:
-            fault = case.wrong()
-            seconds = timed(case.call) if fault is None else None
+            line = _measured_memory(make(), where, timed, chip)
         except Exception as problem:
-            yield Measured(**where, note=_cannot(problem))
-            continue
-        if seconds is None:
-            yield Measured(**where, note=f"wrong, so not timed: {fault}")
-            continue
-        rate = case.nbytes / seconds[1]
-        yield Measured(**where, seconds=seconds, gbytes=rate / 1e9, of_copy=rate / chip.copy)
+            line = Measured(**where, note=_cannot(problem))
+        yield line
+
+
+def _measured_memory(case: MemoryCase, where: dict[str, Any], timed: Timer, chip: Limits) -> Measured:
+    fault = case.wrong()
+    if fault is not None:
+        return Measured(**where, note=f"wrong, so not timed: {fault}")
+    seconds = timed(case.call)
+    rate = case.nbytes / seconds[1]
+    return Measured(**where, seconds=seconds, gbytes=rate / 1e9, of_copy=rate / chip.copy)
 
 
 def _measure_case(case: GemmCase, timed: Timer, chip: Limits) -> Iterator[Measured]:

@@ -1,7 +1,7 @@
 """What memory bounds on a GPU, as a round of Qwen3.5-27B does it: quantising, cache, attention, delta rule, drafts.
 
-Each case makes its operands, counts the bytes that must move, and compares the kernel with torch's reference on them.
-Knows nothing of clocks and tables.
+Each case makes its operands, once it is asked to, counts the bytes that must move, and compares the kernel with torch's
+reference on them. Knows nothing of clocks and tables.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -50,7 +51,6 @@ class MemoryCase:
     """`call` does the work, which the same call does again; its outputs are what it returns or, where it writes to what
     was there before, what `written` says of it."""
 
-    name: str
     nbytes: float
     call: Callable[[], tuple[Tensor, ...] | None]
     written: Callable[[], tuple[Tensor, ...]] | None = None
@@ -79,8 +79,11 @@ class MemoryCase:
         return returned if self.written is None else tuple(x.clone() for x in self.written())
 
 
-def memory_cases(device: torch.device, sizes: Sizes | None = None, seed: int = 0) -> Iterator[MemoryCase]:
-    """One case at a time, so that their operands need not fit into memory together."""
+def memory_cases(
+    device: torch.device, sizes: Sizes | None = None, seed: int = 0
+) -> Iterator[tuple[str, Callable[[], MemoryCase]]]:
+    """Each case's name, and the call that makes it: its operands lie on the device only as long as it does, and those
+    of a case that is not measured never do."""
     s = sizes or Sizes()
     g = torch.Generator(device).manual_seed(seed)
 
@@ -89,18 +92,25 @@ def memory_cases(device: torch.device, sizes: Sizes | None = None, seed: int = 0
 
     e4m3 = torch.float8_e4m3fnuz if target(device).e4m3 == "fp8e4b8" else torch.float8_e4m3fn
     for m in (s.batch * s.tokens, 4096):
-        x = normal(m, s.hidden)
-        name, nbytes = f"quantise [{m}, {s.hidden}]", x.numel() * (3 + 4 / 128)
-        yield MemoryCase(name, nbytes, lambda x=x: quantize(x, 128, e4m3), exact=True)
+        yield f"quantise [{m}, {s.hidden}]", partial(_quantise, m, s, normal, e4m3)
     for form in FORMATS:
-        yield _write(form, s, normal, device)
-        yield from (_attend(form, t, s, normal, device) for t in (1, s.tokens))
-    yield _delta(s, normal, g, device)
-    logits, drafts = normal(s.batch, s.tokens, s.vocabulary), torch.zeros(s.batch, s.tokens - 1, dtype=torch.int64)
-    drafts = drafts.to(device)
+        yield f"write {form}", partial(_write, form, s, normal, device)
+        for t in (1, s.tokens):
+            yield f"attend {t} over {s.length} in {form}", partial(_attend, form, t, s, normal, device)
+    yield f"delta rule, {s.tokens} tokens", partial(_delta, s, normal, g, device)
+    yield f"accept {s.tokens - 1} greedy drafts", partial(_accept, s, normal, device)
+
+
+def _quantise(m: int, s: Sizes, normal: Callable[..., Tensor], e4m3: torch.dtype) -> MemoryCase:
+    x = normal(m, s.hidden)
+    return MemoryCase(x.numel() * (3 + 4 / 128), lambda: quantize(x, 128, e4m3), exact=True)
+
+
+def _accept(s: Sizes, normal: Callable[..., Tensor], device: torch.device) -> MemoryCase:
+    logits = normal(s.batch, s.tokens, s.vocabulary)
+    drafts = torch.zeros(s.batch, s.tokens - 1, dtype=torch.int64, device=device)
     drafts[::2] = logits[::2, :-1].float().argmax(-1)
-    name = f"accept {s.tokens - 1} greedy drafts"
-    yield MemoryCase(name, 2 * logits.numel(), lambda: tuple(emit_greedy(drafts, logits)))
+    return MemoryCase(2 * logits.numel(), lambda: tuple(emit_greedy(drafts, logits)))
 
 
 def _cache(form: str, s: Sizes, device: torch.device) -> tuple[Tensor, Tensor | None]:
@@ -126,7 +136,7 @@ def _write(form: str, s: Sizes, normal: Callable[..., Tensor], device: torch.dev
 
     new = [x[:, :, :, s.length :] for x in (codes, meta) if x is not None]
     nbytes = rows * (2 * s.head_dim + _row_bytes(codes, meta))
-    return MemoryCase(f"write {form}", nbytes, lambda: write_kv(k, v, codes, meta, positions), lambda: tuple(new), True)
+    return MemoryCase(nbytes, lambda: write_kv(k, v, codes, meta, positions), lambda: tuple(new), True)
 
 
 def _attend(form: str, t: int, s: Sizes, normal: Callable[..., Tensor], device: torch.device) -> MemoryCase:
@@ -143,7 +153,7 @@ def _attend(form: str, t: int, s: Sizes, normal: Callable[..., Tensor], device: 
     def call() -> tuple[Tensor, ...]:
         return (attend_cache(q, codes, meta, positions, longest=s.length),)
 
-    return MemoryCase(f"attend {t} over {s.length} in {form}", nbytes, call)
+    return MemoryCase(nbytes, call)
 
 
 def _delta(s: Sizes, normal: Callable[..., Tensor], g: torch.Generator, device: torch.device) -> MemoryCase:
@@ -160,7 +170,7 @@ def _delta(s: Sizes, normal: Callable[..., Tensor], g: torch.Generator, device: 
     def call() -> None:
         outs[0] = delta_rule(q, k, v, decay, beta, state, ring, normalize=True, scale=d**-0.5)
 
-    return MemoryCase(f"delta rule, {t} tokens", 4 * state.numel() * (1 + t), call, lambda: (outs[0], ring))
+    return MemoryCase(4 * state.numel() * (1 + t), call, lambda: (outs[0], ring))
 
 
 @contextmanager

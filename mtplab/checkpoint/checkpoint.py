@@ -82,6 +82,7 @@ class Checkpoint:
             self.refused = error
         self._pairing = Pairing(files.tensors, fmt, self.quantization)
         self._codes_of = self._pairing.weight_names()
+        self._values_of = {codes: values for values, codes in self._codes_of.items()}
 
     def __repr__(self) -> str:
         method = self.quantization.method if self.quantization is not None else "not quantised"
@@ -207,6 +208,18 @@ class Checkpoint:
         """
         info = self.info(name)
         return self._pairing.pair(info) if self._pairing.is_quantised(info) else None
+
+    def values_name(self, name: str) -> str:
+        """How the values of the tensor `name` are called: its own name but where a format names codes otherwise."""
+        return self._values_of.get(name, name)
+
+    def role(self, name: str) -> str:
+        """What the tensor is for: "scale" of a weight, "input scale" of activations, "KV scale", or "parameter"."""
+        if self._pairing.is_scale(name):
+            return "scale"
+        if self._pairing.is_input_scale(name):
+            return "input scale"
+        return "KV scale" if self.quantization is not None and name.endswith(KV_SCALE_SUFFIXES) else "parameter"
 
     def kv_scales(self) -> dict[str, TensorInfo]:
         """The tensors that scale a quantised KV cache, by name: a multiplier for a layer's keys or values."""

@@ -113,8 +113,8 @@ class SafetensorsWriter:
         except OSError as error:
             raise CheckpointError(f"{self._path}: cannot be written: {error.strerror}.") from None
         with self._lock:
+            assert count <= self._missing.get(name, -1), name  # nothing is written twice
             self._missing[name] -= count
-            assert self._missing[name] >= 0, name
             if not self._missing[name]:
                 del self._missing[name]
 

@@ -24,9 +24,9 @@ __all__ = ["DRAFTS", "Decision", "Wish", "decide"]
 DRAFTS = ("like-target", "keep", "quantize", "bf16")
 _PLAIN = ("BF16", "F16", "F32")
 
-# kept beside Qwen's published list by default: what other families publish unquantised (routers, the projection that
-# joins a draft head's two inputs), and what is not the text model
-_ALSO_KEPT = ("*.gate", "*.router", "*.router.*", "*.eh_proj")
+# kept beside Qwen's published list by default: what other families publish unquantised (routers, a draft head's own
+# copy of the vocabulary head and the projection that joins its two inputs), and what is not the text model
+_ALSO_KEPT = ("*.gate", "*.router", "*.router.*", "*.eh_proj", "*.shared_head.head")
 _NOT_TEXT = ("*visual.*", "*vision_*", "*audio_*", "*_projector.*", "*projector.*", "*image_*")
 
 

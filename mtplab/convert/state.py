@@ -75,6 +75,7 @@ class Partial:
                 self._clear()
             if self._state.exists():
                 self._compare(settings, source)
+                self._keep_finished()
             else:
                 self._clear()  # whatever it is, no state speaks for it
                 self._said = {"version": _VERSION, "settings": settings, "source": source, "done": {}}
@@ -123,6 +124,13 @@ class Partial:
                         "same to go on with it; --restart starts over."
                     )
         self._said = said
+
+    def _keep_finished(self) -> None:
+        """Remove what a killed run left half written: nothing gets into the target but what was finished."""
+        for folder, _, names in os.walk(self.content):
+            for path in (Path(folder) / name for name in names):
+                if path.relative_to(self.content).as_posix() not in self._said["done"]:
+                    path.unlink()
 
     def is_done(self, shard: str, size: int, header: bytes) -> bool:
         """Whether the shard was finished, and lies there with the size and header that it is to have."""

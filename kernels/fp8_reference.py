@@ -33,6 +33,7 @@ _memory = threading.local()
 
 # an E4M3 code moved into a float16's bits reads as value * 2**-8; the factor is undone in the scale
 _E4M3_AS_HALF = 256.0
+_LARGEST_SCALE = 2.0**120  # times the factor it would be infinite: UE8M0 reaches 2**127
 
 # below this many elements three casts cost less than the eight small operators of the exact float32 rounding
 _CAST_IS_CHEAPER = 2048
@@ -117,7 +118,7 @@ def _dequantize_band(
     """
     if data.dtype == torch.float8_e5m2:
         out.copy_(bits.copy_(data.view(torch.int8)).mul_(256).view(torch.float16))
-    elif has_nan:
+    elif has_nan or float(rows.amax()) >= _LARGEST_SCALE:
         out.copy_(data)  # E4M3's NaN codes have the bits of an ordinary float16
     else:
         # sign extension leaves a copy of the sign in bit 14, where E4M3's exponent ends: clear it

@@ -11,6 +11,7 @@ from mtplab.kernels import attention, attention_reference
 from mtplab.kernels.attention import attend_cache
 from mtplab.kernels.kv_layout import format_of
 from mtplab.kernels.kv_write import write_kv
+from mtplab.kernels.targets import TARGETS
 from mtplab.models.attend import attend, attention_bias
 from mtplab.models.cache import KVCache, slot_base, slot_index
 from mtplab.quant.kv_codec import CODECS
@@ -97,11 +98,11 @@ def test_head_dims(d, policy):
     check(policy, [50], 2, 4, 2, d, BF16)
 
 
-@pytest.mark.parametrize("family", ["hopper", "cdna3", "cdna4"])
+@pytest.mark.parametrize("gpu", ["sm_89", "gfx942", "gfx950"])
 @pytest.mark.parametrize("t", [1, 5])
-def test_tiles_of_other_gpus(family, t, monkeypatch):
-    """The interpreter takes the tiles of "ada"; of these CDNA3 also rounds to BF16 in its own way, and has no mask."""
-    monkeypatch.setattr(attention, "_family", lambda device: family)
+def test_tiles_of_other_gpus(gpu, t, monkeypatch):
+    """The interpreter takes the tiles of sm_90; of these CDNA3 also rounds to BF16 in its own way, and has no mask."""
+    monkeypatch.setattr(attention, "target", lambda device: TARGETS[gpu])
     for policy in ("int8", "none"):
         check(policy, [70, 3 + t], t, 4, 1, 64, BF16)
         check(policy, [40], t, 4, 1, 256, BF16)
@@ -112,8 +113,8 @@ def test_tiles_of_other_gpus(family, t, monkeypatch):
 def test_cdna3_converts_as_others_do(policy, dtype, monkeypatch):
     """Bit for bit, as the tile is the same for heads of 128; and a NaN that is seen shows there too."""
     results = []
-    for family in ("cdna3", "cdna4"):
-        monkeypatch.setattr(attention, "_family", lambda device, family=family: family)
+    for gpu in ("gfx942", "gfx950"):
+        monkeypatch.setattr(attention, "target", lambda device, gpu=gpu: TARGETS[gpu])
         codes, meta, table = filled(policy, [150], 1, 128, dtype)
         if policy == "fp8_e4m3":  # every code but NaN
             every = torch.arange(256, dtype=torch.int16).to(torch.uint8)

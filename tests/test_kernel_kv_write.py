@@ -68,7 +68,7 @@ def check_write(policy, d, dtype, meta_dtype, b=2, t=3, heads=5, capacity=13):
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("d", [2, 16, 64, 80, 96, 112, 128, 192, 256])
+@pytest.mark.parametrize("d", [16, 32, 64, 80, 96, 112, 128, 192, 256])
 def test_bits(policy, d):
     check_write(policy, d, torch.float32, torch.bfloat16)
 

@@ -18,9 +18,10 @@ from mtplab.errors import CheckpointError
 __all__ = ["ALL_PATTERNS_SECONDS", "PATTERN_SECONDS", "BoundedPatterns"]
 
 # for one pattern of a checkpoint, and all of them, over all its modules
-PATTERN_SECONDS, ALL_PATTERNS_SECONDS = 0.2, 0.6
-# and for each module beside: DeepSeek-V3 has 46 000, which a few honest patterns take half a second for
-MODULE_SECONDS = 100e-6
+PATTERN_SECONDS, ALL_PATTERNS_SECONDS = 0.2, 2.0
+# where `first` asks them all of each module: together, and for each module beside. DeepSeek-V3 has 46 000 modules, for
+# which a few honest patterns take half a second
+FIRST_SECONDS, MODULE_SECONDS = 0.6, 100e-6
 _MAX_PATTERN = 2000
 _MAX_REPEATS = 1000
 _COUNTED = re.compile(r"\{[^{}]*[0-9][^{}]*\}")
@@ -39,7 +40,7 @@ class BoundedPatterns:
         self._where = where
         self._template = "*" if globs else r"(?:{})(?:\.|$)" if to_module_end else "{}"
         self._spent = dict.fromkeys(patterns, 0.0)
-        self._left = ALL_PATTERNS_SECONDS
+        self._left, self._all = ALL_PATTERNS_SECONDS, ALL_PATTERNS_SECONDS
         self._compiled: dict[str, Any] = {}
 
     def first(self, *texts: str) -> str | None:
@@ -48,6 +49,8 @@ class BoundedPatterns:
         Raises CheckpointError for one that is no regular expression or has used up PATTERN_SECONDS, and for all of
         them together.
         """
+        if self._all != FIRST_SECONDS:
+            self._left = self._all = FIRST_SECONDS
         self._left += MODULE_SECONDS
         texts = tuple(dict.fromkeys(texts))
         return next((pattern for pattern in self._spent if self.matches(pattern, *texts)), None)
@@ -66,7 +69,7 @@ class BoundedPatterns:
         except TimeoutError:
             raise self._refused(
                 pattern,
-                f"takes more than {PATTERN_SECONDS} s to match (or all patterns together {ALL_PATTERNS_SECONDS} s): "
+                f"takes more than {PATTERN_SECONDS} s to match (or all patterns together {self._all} s): "
                 "expected module names or simple patterns.",
             ) from None
         except (regex.error, RecursionError, OverflowError, ValueError) as error:

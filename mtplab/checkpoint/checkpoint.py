@@ -7,7 +7,7 @@ import no torch; reading a value does.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
@@ -26,6 +26,7 @@ from mtplab.errors import CheckpointError, ConfigError
 if TYPE_CHECKING:
     import torch
 
+    from mtplab.checkpoint.audit import Audit
     from mtplab.checkpoint.values import ScaledWeight
 
 __all__ = ["Checkpoint", "open_checkpoint"]
@@ -203,9 +204,9 @@ class Checkpoint:
         return plain_bands(info)
 
     def _refuse_codes(self, info: TensorInfo) -> None:
-        what = self._pairing.packed(info)
-        if what is not None:
-            raise CheckpointError(f"{info.file}: tensor {shown(info.name)} {self._pairing.not_read(info, what)}")
+        fault = self._pairing.packed_fault(info)
+        if fault is not None:
+            raise CheckpointError(fault)
 
     def pair(self, name: str) -> Pair | None:
         """The codes and the scale of an FP8 weight, or None where the tensor is not FP8.
@@ -255,3 +256,16 @@ class Checkpoint:
             model_format=model_format,
             warnings=tuple(problem.message for problem in self.problems),
         )
+
+    def look(self) -> Plan:
+        """The plan as published, with the modules that cannot be used in it as "unusable", and why as their rule."""
+        return make_plan(self.tensors, self.config, self._pairing, self.quantization, faulty=True)
+
+    def audit(self, deep: bool = False, progress: Callable[[int, int], None] | None = None) -> Audit:
+        """What is in the checkpoint, what is wrong with it, and how engines will read it (`mtplab audit`).
+
+        `deep` reads the values too; `progress` is then called with (bytes read, bytes in all).
+        """
+        from mtplab.checkpoint.audit import examine
+
+        return examine(self, deep, progress)

@@ -126,6 +126,11 @@ class Pairing:
             what = "integers, with no scale beside them"
         return what
 
+    def packed_fault(self, info: TensorInfo) -> str | None:
+        """The message about a tensor of codes that are not read, or None where it is none."""
+        what = self.packed(info)
+        return _not_read(info, what).message if what is not None else None
+
     def module_scaled_at_input(self, name: str) -> str | None:
         """The module whose activations this tensor scales, or None where it is no static scale of activations."""
         if self._format is None or not name.endswith(INPUT_SCALE_SUFFIXES):
@@ -340,12 +345,7 @@ class Pairing:
             if f"{stem}.weight" not in self._tensors and f"{stem}.weight_packed" not in self._tensors:
                 what = PACKED_BESIDE[suffix]
         if what is not None:
-            yield _error("packed", info, self.not_read(info, what))
-
-    @staticmethod
-    def not_read(info: TensorInfo, what: str) -> str:
-        """The end of a sentence that begins with the tensor's name."""
-        return f"is {_stored(info)}: {what}; expected FP8. What is not FP8 is not read."
+            yield _not_read(info, what)
 
     def _scale_like(self, weight: str, lead: str) -> str:
         """`lead` and what else beside the weight has "scale" in its name, or nothing."""
@@ -361,6 +361,10 @@ class Pairing:
             if "scale" in parameter:
                 found.setdefault(module, []).append(name)
         return found
+
+
+def _not_read(info: TensorInfo, what: str) -> Problem:
+    return _error("packed", info, f"is {_stored(info)}: {what}; expected FP8. What is not FP8 is not read.")
 
 
 def _said(scheme: Scheme) -> str:

@@ -19,7 +19,7 @@ from mtplab.checkpoint.header import TensorInfo
 from mtplab.checkpoint.names import Reach, draft_prefixes, kind_of, module_of, nearest, part_of
 from mtplab.checkpoint.pairing import Pairing
 from mtplab.checkpoint.strict_json import shown
-from mtplab.errors import ConfigError
+from mtplab.errors import CheckpointError, ConfigError
 
 __all__ = ["LOAD_BLOCK", "MODEL_FORMATS", "ModulePlan", "Plan", "make_plan"]
 
@@ -37,7 +37,7 @@ class ModulePlan:
     part: str  # "target", "draft", "embedding", "head"; "unused": no run loads it
     kind: str  # "linear", "norm", "conv", "embedding", "other"
     stored: str  # storage dtype of the weight, as safetensors spells it
-    weight: str  # "fp8", "bf16", "f16", "f32"; any other storage dtype in lower case
+    weight: str  # "fp8", "bf16", "f16", "f32"; any other storage dtype in lower case; "unusable"
     activation: str  # "fp8": rounded to FP8 before the product; "none"
     rule: str  # one sentence: what decided
     shape: tuple[int, ...]
@@ -113,8 +113,11 @@ def make_plan(
     draft_exclude: str | Sequence[str] | None = None,
     model_format: str | None = None,
     warnings: tuple[str, ...] = (),
+    faulty: bool = False,
 ) -> Plan:
     """Decide every module. Settings as in `Checkpoint.plan`; pairs of weight and scale are taken as checked.
+
+    `faulty`: a module whose pair is at fault is planned too, as "unusable", with the fault for a rule.
 
     Raises ConfigError for an unknown setting, a pattern that covers no module or exclusions where nothing is FP8,
     CheckpointError for a pattern of the checkpoint's own list that cannot be run.
@@ -131,7 +134,7 @@ def make_plan(
         draft.check(list(grouped), "draft_exclude")
     if quantization is None and model_format is None:
         _refuse_in_vain({"exclude": wanted, "draft_exclude": wanted_draft})
-    decide = _Decision(pairing, quantization, model_format)
+    decide = _Decision(pairing, quantization, model_format, faulty)
     drafts, reach = draft_prefixes(config), Reach(config)
     modules = []
     for name, members in grouped.items():
@@ -173,8 +176,11 @@ def _natural(name: str) -> list[tuple[int, str]]:
 
 
 class _Decision:
-    def __init__(self, pairing: Pairing, quantization: QuantizationConfig | None, model_format: str | None) -> None:
+    def __init__(
+        self, pairing: Pairing, quantization: QuantizationConfig | None, model_format: str | None, faulty: bool
+    ) -> None:
         self._pairing = pairing
+        self._faulty = faulty
         self._quantization = quantization
         self._at_load = model_format == "fp8" and quantization is None
         self._asked_in_vain = model_format == "fp8" and quantization is not None
@@ -195,15 +201,23 @@ class _Decision:
         block: tuple[int, ...] | None = None
         group, input_scale = LOAD_BLOCK[1], None
         if quantised:
-            pair = self._pairing.pair(info)
-            weight, block, scale = "fp8", pair.block, pair.scale
-            if pair.part:  # its own share of what holds the scales of several
-                share = math.prod(stop - start for start, stop in pair.part)
-                nbytes += pair.scale.nbytes * share // math.prod(pair.scale.shape)
-            if pair.scheme.activation == "static":
-                input_scale = self._pairing.input_scale_of(name)
-            group = pair.scheme.activation_group
-            activation, rule = self._stored_fp8(name, pair.scheme, user, input_scale)
+            try:
+                pair = self._pairing.pair(info)
+            except CheckpointError as error:
+                if not self._faulty:
+                    raise
+                weight, activation, rule = "unusable", "none", str(error)
+            else:
+                weight, block, scale = "fp8", pair.block, pair.scale
+                if pair.part:  # its own share of what holds the scales of several
+                    share = math.prod(stop - start for start, stop in pair.part)
+                    nbytes += pair.scale.nbytes * share // math.prod(pair.scale.shape)
+                if pair.scheme.activation == "static":
+                    input_scale = self._pairing.input_scale_of(name)
+                group = pair.scheme.activation_group
+                activation, rule = self._stored_fp8(name, pair.scheme, user, input_scale)
+        elif self._faulty and (fault := self._pairing.packed_fault(info)) is not None:
+            scale, weight, activation, rule = None, "unusable", "none", fault
         else:
             scale = None
             weight, activation = _PLAIN.get(info.dtype, info.dtype.lower()), "none"

@@ -23,6 +23,7 @@ __all__ = [
     "quantize_activation",
     "quantize_block",
     "round_activation",
+    "round_static",
 ]
 
 ACTIVATION_AMAX_FLOOR = 1e-6
@@ -222,3 +223,8 @@ def round_activation(x: torch.Tensor, group: int = 128) -> torch.Tensor:
         rounded = scaled.add_(magic).sub_(magic).mul_(scale)
     rounded = rounded.flatten(-2)
     return rounded if rounded.shape[-1] == x.shape[-1] else rounded[..., : x.shape[-1]]
+
+
+def round_static(x: torch.Tensor, scale: float) -> torch.Tensor:
+    """x [.., k] over one stored scale, cut at E4M3's ±448, rounded to E4M3, times the scale: float32 [.., k]."""
+    return (x.float() / scale).clamp_(-448.0, 448.0).to(torch.float8_e4m3fn).float().mul_(scale)

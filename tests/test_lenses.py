@@ -1,6 +1,7 @@
 """What engines make of a checkpoint and its exclusion list, on published layouts and on faults that were reported."""
 
 import json
+import random
 import time
 
 import pytest
@@ -331,6 +332,39 @@ def test_looks_can_be_read_and_stored():
     table = str(found).splitlines()
     assert table[0].split() == ["engine", "version", "outcome", "FP8", "plain", "other", "differ"]
     assert found.sentence in table and all(any(line.startswith(name) for line in table) for name in ENGINES)
+
+
+@pytest.mark.parametrize("method", ["fp8", "mxfp8", "modelopt", "compressed-tensors", "quark", "auto-round", "torchao"])
+def test_configs_of_any_shape_end_in_a_look(method):
+    """Nothing in a config that nobody vouches for escapes as another error."""
+    keys = "ignore ignored_layers modules_to_not_convert exclude exclude_modules quantization config_groups targets "
+    keys += "extra_config block_name_to_quantize weight_block_size activation_scheme quant_algo export fmt quant_type "
+    keys += "default _data module_fqn_to_config weights strategy num_bits bits group_size packing_format data_type"
+    values = [None, 0, -1, 1.5, True, "", "fp8", "FP8", "re:.*(", "*", [], {}, ["lm_head"], [None], [["x"]], "static"]
+    source = random.Random(method)
+
+    def made(depth):
+        if depth == 0 or source.random() < 0.5:
+            return source.choice([*values, ["re:[", "*a", "", "(?i)x", "re:.*", "mtp", "a{99999}"]])
+        return {key: made(depth - 1) for key in source.sample(keys.split(), 6)}
+
+    for _ in range(150):
+        content = {key: made(3) for key in source.sample(keys.split(), 12)}
+        config = source.choice(
+            [QWEN, QWEN_TEXT, DEEPSEEK, QWEN_NEXT, LLAMA, {}, {"architectures": 3, "text_config": []}]
+        )
+        found = look(llama(), method, content, config)
+        assert len(found.looks) == len(ENGINES)
+        json.dumps(found.to_dict(verdicts=True))
+        assert str(found)
+
+
+def test_lmdeploy_takes_every_block_for_128():
+    """nn/linear/blocked_fp8.py sets it; weight_block_size is not asked for."""
+    found = look(llama(), "fp8", fp8(["lm_head"], weight_block_size=[64, 64]), LLAMA)
+    assert found["lmdeploy"].status == "not known" and "128x128" in found["lmdeploy"].summary
+    static = {"quant_method": "fp8", "activation_scheme": "static", "ignored_layers": ["lm_head"]}
+    assert look(llama(), "fp8", static, LLAMA)["lmdeploy"].worst == "right"
 
 
 @pytest.mark.serial

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from mtplab.kernels.acceptance_reference import Verdict, accept_greedy, accept_sampled, choices
-from mtplab.kernels.launch import check, chosen, interpreted
+from mtplab.kernels.launch import check, chosen, interpreted, unit_of
 from mtplab.kernels.philox import Purpose, uniform
 
 __all__ = ["MOST_DRAFTS", "Emitted", "emit_greedy", "emit_sampled"]
@@ -57,15 +57,16 @@ def emit_greedy(drafts: Tensor, logits: Tensor, num_drafts: Tensor | None = None
     blocks = -(-v // BLOCK)
     best = torch.empty(b, k + 1, blocks, dtype=torch.int64, device=logits.device)
     out = _nothing(b, k, logits.device)
-    ragged = num_drafts is not None
+    strides = logits.stride()[:2]
+    unit, count, ragged = unit_of((v, *strides), logits), *_counts(num_drafts, out)
     if b:
         block_best[(blocks, k + 1, b)](
-            logits, num_drafts, best, k, v, logits.stride(0), logits.stride(1),
-            RAGGED=ragged, BLOCK=BLOCK, num_warps=WARPS, num_stages=1,
+            logits, count, best, k, v // unit, ragged, *(stride // unit for stride in strides),
+            UNIT=unit, BLOCK=BLOCK, num_warps=WARPS, num_stages=1,
         )  # fmt: skip
         match_tokens[(b,)](
-            drafts, best, num_drafts, *out, k, blocks,
-            RAGGED=ragged, BLOCK_J=BLOCK_J, BLOCK_S=BLOCK_S, num_warps=WARPS, num_stages=1,
+            drafts, best, count, *out, k, blocks, ragged,
+            BLOCK_J=BLOCK_J, BLOCK_S=BLOCK_S, num_warps=WARPS, num_stages=1,
         )  # fmt: skip
     return out
 
@@ -119,13 +120,16 @@ def emit_sampled(
     out = _nothing(b, k, target_probs.device)
     strides = (*target_probs.stride()[:2], *(draft_probs.stride()[:2] if draft_probs is not None else (0, 0)))
     halves = (_signed(seed), _signed(seed >> 32))
-    given = (drafts, target_probs, draft_probs, num_drafts, prompts.contiguous(), positions.contiguous(), mass)
-    how = {"SAMPLED": draft_probs is not None, "RAGGED": num_drafts is not None, "BLOCK_J": BLOCK_J}
-    how |= {"BLOCK": BLOCK, "num_warps": WARPS, "num_stages": 1}
+    unit = unit_of((v, *strides), *(x for x in (target_probs, draft_probs) if x is not None))
+    strides = tuple(stride // unit for stride in strides)
+    count, ragged = _counts(num_drafts, out)
+    given = (drafts, target_probs, draft_probs, count, prompts.contiguous(), positions.contiguous(), mass)
+    how = {"UNIT": unit, "SAMPLED": draft_probs is not None, "BLOCK_J": BLOCK_J, "BLOCK": BLOCK}
+    how |= {"num_warps": WARPS, "num_stages": 1}
     if b:
-        block_mass[(blocks, b)](*given, k, v, *strides, *halves, int(Purpose.ACCEPT), **how)
+        block_mass[(blocks, b)](*given, k, v // unit, ragged, *strides, *halves, int(Purpose.ACCEPT), **how)
         draw_tokens[(b,)](
-            *given, *out, k, v, blocks, *strides, *halves, int(Purpose.ACCEPT), int(Purpose.SAMPLE),
+            *given, *out, k, v // unit, ragged, blocks, *strides, *halves, int(Purpose.ACCEPT), int(Purpose.SAMPLE),
             BLOCK_S=BLOCK_S, **how,
         )  # fmt: skip
     return out
@@ -154,6 +158,11 @@ def _check_drafts(
 def _nothing(b: int, k: int, device: torch.device) -> Emitted:
     tokens = torch.empty(b, k + 1, dtype=torch.int64, device=device)
     return Emitted(tokens, torch.empty(b, dtype=torch.int64, device=device))
+
+
+def _counts(num_drafts: Tensor | None, out: Emitted) -> tuple[Tensor, int]:
+    """What the kernels get for `num_drafts`, and whether they read it; what they do not read has its type too."""
+    return (out.num_emitted, 0) if num_drafts is None else (num_drafts, 1)
 
 
 def _clamped(num_drafts: Tensor | None, k: int) -> Tensor | None:

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from mtplab.kernels.targets import Target
-from mtplab.kernels.variants import Variant
+from mtplab.kernels.variants import UNITS, Variant, integers
 
 __all__ = [
     "BLOCK", "BLOCK_J", "BLOCK_S", "WARPS", "block_best", "block_mass", "draw_tokens",
@@ -29,40 +29,51 @@ _NAN: tl.constexpr = tl.constexpr(0x7FFFFFFF)  # above the key of +∞
 _UNITS: tl.constexpr = tl.constexpr(2.0**52)
 
 
+# numbers that differ from launch to launch, none of which is worth compiling anew for
+_ROW_NUMBERS = ["k", "v", "ragged", "logits_stride_b", "logits_stride_t"]
+_MATCH_NUMBERS = ["k", "blocks", "ragged"]
+_STRIDES = [f"{name}_stride_{axis}" for name in ("target", "draft") for axis in "bt"]
+_MASS_NUMBERS = ["k", "v", "ragged", *_STRIDES, "seed_low", "seed_high", "purpose"]
+_DRAW_NUMBERS = [*_MASS_NUMBERS, "blocks", "draw_purpose"]
+# read element by element
+_SINGLE = ["p_drafts", "p_best", "p_count", "p_prompt", "p_position", "p_mass", "p_tokens", "p_emitted"]
+
+
 @triton.jit
-def _count(p_count, i_b, k, RAGGED: tl.constexpr):
-    """How many drafts the round has."""
-    if RAGGED:
-        return tl.minimum(tl.maximum(tl.load(p_count + i_b), 0), k).to(tl.int32)
-    else:
-        return k
+def _count(p_count, i_b, k, ragged):
+    """How many drafts the round has: k, or where `ragged` is not 0 what count says."""
+    n = tl.load(p_count + i_b, ragged != 0, other=k)
+    return tl.minimum(tl.maximum(n, 0), k).to(tl.int32)
 
 
 # greedy
 
 
-@triton.jit(do_not_specialize=["k"])
+@triton.jit(do_not_specialize=_ROW_NUMBERS, do_not_specialize_on_alignment=_SINGLE)
 def block_best(
     p_logits,
     p_count,
     p_best,
     k,
     v,
+    ragged,
     logits_stride_b,
     logits_stride_t,
-    RAGGED: tl.constexpr,
+    UNIT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Logits [b, k+1, v] → best [b, k+1, blocks] int64, the largest (logit, −id) of each block as one number.
 
-    One program takes one block of one row; rows past a round's drafts and the one after them are left out.
+    One program takes one block of one row; rows past a round's drafts and the one after them are left out. v and the
+    strides are in units of UNIT elements.
     """
+    v = v * UNIT
     i_s = tl.program_id(0)
     i_j = tl.program_id(1).to(tl.int64)
     i_b = tl.program_id(2).to(tl.int64)
-    if i_j <= _count(p_count, i_b, k, RAGGED):
+    if i_j <= _count(p_count, i_b, k, ragged):
         o_v = i_s * BLOCK + tl.arange(0, BLOCK)
-        p_row = p_logits + i_b * logits_stride_b + i_j * logits_stride_t
+        p_row = p_logits + (i_b * logits_stride_b + i_j * logits_stride_t) * UNIT
         b_x = tl.load(p_row + o_v, o_v < v, other=float("-inf")).to(tl.float32)
         # bits in the order of the numbers; −0 equals 0
         b_bits = tl.where(b_x == 0.0, 0.0, b_x).to(tl.int32, bitcast=True)
@@ -72,7 +83,7 @@ def block_best(
         tl.store(p_best + (i_b * (k + 1) + i_j) * tl.num_programs(0) + i_s, b_best)
 
 
-@triton.jit(do_not_specialize=["k", "blocks"])
+@triton.jit(do_not_specialize=_MATCH_NUMBERS, do_not_specialize_on_alignment=_SINGLE)
 def match_tokens(
     p_drafts,
     p_best,
@@ -81,14 +92,14 @@ def match_tokens(
     p_emitted,
     k,
     blocks,
-    RAGGED: tl.constexpr,
+    ragged,
     BLOCK_J: tl.constexpr,
     BLOCK_S: tl.constexpr,
 ):
     """Drafts [b, k], best [b, k+1, blocks] → tokens [b, k+1] and emitted [b], int64. One program a round."""
     i_b = tl.program_id(0).to(tl.int64)
     o_j = tl.arange(0, BLOCK_J)
-    n = _count(p_count, i_b, k, RAGGED)
+    n = _count(p_count, i_b, k, ragged)
     p_rows = p_best + (i_b * (k + 1) + o_j[:, None]) * blocks
     b_best = tl.full([BLOCK_J], -0x7FFFFFFFFFFFFFFF, dtype=tl.int64)
     for start in range(0, blocks, BLOCK_S):
@@ -124,10 +135,14 @@ def _uniform(p_prompt, p_position, i_b, o_j, seed_low, seed_high, purpose):
 
 @triton.jit
 def _accepted(
-    p_drafts, p_target, p_draft, p_prompt, p_position, i_b, n, k, v, target_stride_b, target_stride_t, draft_stride_b,
-    draft_stride_t, seed_low, seed_high, purpose, SAMPLED: tl.constexpr, BLOCK_J: tl.constexpr,
+    p_drafts, p_target, p_draft, p_count, p_prompt, p_position, i_b, k, v, ragged, target_stride_b, target_stride_t,
+    draft_stride_b, draft_stride_t, seed_low, seed_high, purpose, SAMPLED: tl.constexpr, BLOCK_J: tl.constexpr,
 ):  # fmt: skip
-    """How many drafts are kept. Every program of a round works it out: a few loads instead of a launch."""
+    """How many drafts the round has, how many are kept, and the target's row after those.
+
+    Every program of a round works it out: a few loads instead of a launch.
+    """
+    n = _count(p_count, i_b, k, ragged)
     o_j = tl.arange(0, BLOCK_J)
     b_draft = tl.load(p_drafts + i_b * k + o_j, o_j < n, other=-1)
     there = (o_j < n) & (b_draft >= 0) & (b_draft < v)
@@ -138,7 +153,8 @@ def _accepted(
         b_q = tl.load(p_draft + i_b * draft_stride_b + o_row * draft_stride_t + b_draft, there, other=0.0)
         # u < p/q, without dividing: q is positive at a token that was drawn from it
         b_u = b_u * b_q.to(tl.float64)
-    return tl.min(tl.where(there & (b_u < b_p.to(tl.float64)), BLOCK_J, o_j), axis=0)
+    accepted = tl.min(tl.where(there & (b_u < b_p.to(tl.float64)), BLOCK_J, o_j), axis=0)
+    return n, accepted, p_target + i_b * target_stride_b + accepted.to(tl.int64) * target_stride_t
 
 
 @triton.jit
@@ -159,7 +175,7 @@ def _left(
         return tl.where(o_v == tl.load(p_drafts + i_b * k + accepted), 0, _units(b_p))
 
 
-@triton.jit(do_not_specialize=["k", "seed_low", "seed_high", "purpose"])
+@triton.jit(do_not_specialize=_MASS_NUMBERS, do_not_specialize_on_alignment=_SINGLE)
 def block_mass(
     p_drafts,
     p_target,
@@ -170,6 +186,7 @@ def block_mass(
     p_mass,
     k,
     v,
+    ragged,
     target_stride_b,
     target_stride_t,
     draft_stride_b,
@@ -177,25 +194,28 @@ def block_mass(
     seed_low,
     seed_high,
     purpose,
+    UNIT: tl.constexpr,
     SAMPLED: tl.constexpr,
-    RAGGED: tl.constexpr,
     BLOCK_J: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Target [b, k+1, v], draft [b, k, v] → mass [b, 2, blocks] int64: units of p, and of what a rejection leaves.
 
-    Both of the row after the kept drafts. One program takes one block of one round.
+    Both of the row after the kept drafts. One program takes one block of one round. v and the strides are in units of
+    UNIT elements.
     """
     i_s = tl.program_id(0)
     i_b = tl.program_id(1).to(tl.int64)
-    n = _count(p_count, i_b, k, RAGGED)
-    accepted = _accepted(
-        p_drafts, p_target, p_draft, p_prompt, p_position, i_b, n, k, v, target_stride_b, target_stride_t,
-        draft_stride_b, draft_stride_t, seed_low, seed_high, purpose, SAMPLED, BLOCK_J,
+    v = v * UNIT
+    draft_stride_b = draft_stride_b.to(tl.int64) * UNIT
+    draft_stride_t = draft_stride_t.to(tl.int64) * UNIT
+    n, accepted, p_row = _accepted(
+        p_drafts, p_target, p_draft, p_count, p_prompt, p_position, i_b, k, v, ragged,
+        target_stride_b.to(tl.int64) * UNIT, target_stride_t.to(tl.int64) * UNIT, draft_stride_b, draft_stride_t,
+        seed_low, seed_high, purpose, SAMPLED, BLOCK_J,
     )  # fmt: skip
     o_v = i_s * BLOCK + tl.arange(0, BLOCK)
     m_v = o_v < v
-    p_row = p_target + i_b * target_stride_b + accepted.to(tl.int64) * target_stride_t
     b_p = tl.load(p_row + o_v, m_v, other=0.0)
     p_mass += i_b * 2 * tl.num_programs(0) + i_s
     tl.store(p_mass, tl.sum(_units(b_p), axis=0))
@@ -206,7 +226,7 @@ def block_mass(
         tl.store(p_mass + tl.num_programs(0), tl.sum(b_left, axis=0))
 
 
-@triton.jit(do_not_specialize=["k", "blocks", "seed_low", "seed_high", "purpose", "draw_purpose"])
+@triton.jit(do_not_specialize=_DRAW_NUMBERS, do_not_specialize_on_alignment=_SINGLE)
 def draw_tokens(
     p_drafts,
     p_target,
@@ -219,6 +239,7 @@ def draw_tokens(
     p_emitted,
     k,
     v,
+    ragged,
     blocks,
     target_stride_b,
     target_stride_t,
@@ -228,21 +249,25 @@ def draw_tokens(
     seed_high,
     purpose,
     draw_purpose,
+    UNIT: tl.constexpr,
     SAMPLED: tl.constexpr,
-    RAGGED: tl.constexpr,
     BLOCK_J: tl.constexpr,
     BLOCK_S: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Mass [b, 2, blocks] → tokens [b, k+1] and emitted [b], int64. One program a round.
 
-    It finds the block in which the running sum passes u · total, then the token in that block.
+    It finds the block in which the running sum passes u · total, then the token in that block. v and the strides are in
+    units of UNIT elements.
     """
     i_b = tl.program_id(0).to(tl.int64)
-    n = _count(p_count, i_b, k, RAGGED)
-    accepted = _accepted(
-        p_drafts, p_target, p_draft, p_prompt, p_position, i_b, n, k, v, target_stride_b, target_stride_t,
-        draft_stride_b, draft_stride_t, seed_low, seed_high, purpose, SAMPLED, BLOCK_J,
+    v = v * UNIT
+    draft_stride_b = draft_stride_b.to(tl.int64) * UNIT
+    draft_stride_t = draft_stride_t.to(tl.int64) * UNIT
+    n, accepted, p_row = _accepted(
+        p_drafts, p_target, p_draft, p_count, p_prompt, p_position, i_b, k, v, ragged,
+        target_stride_b.to(tl.int64) * UNIT, target_stride_t.to(tl.int64) * UNIT, draft_stride_b, draft_stride_t,
+        seed_low, seed_high, purpose, SAMPLED, BLOCK_J,
     )  # fmt: skip
     rejected = accepted < n
     p_mass += i_b * 2 * blocks
@@ -270,7 +295,6 @@ def draw_tokens(
         seen += tl.sum(b_mass, axis=0)
     o_v = i_s * BLOCK + tl.arange(0, BLOCK)
     m_v = o_v < v
-    p_row = p_target + i_b * target_stride_b + accepted.to(tl.int64) * target_stride_t
     b_p = tl.load(p_row + o_v, m_v, other=0.0)
     b_units = _units(b_p)
     if usable:
@@ -286,59 +310,45 @@ def draw_tokens(
 
 def variants(target: Target) -> list[Variant]:
     """Every choice that `acceptance.py` can make, the same on all targets."""
-    found = []
-    for ragged in (False, True):
-        count = ({"p_count": "*i64"}, {}) if ragged else ({}, {"p_count": None})
-        word = "ragged" if ragged else "even"
-        result = {"p_tokens": "*i64", "p_emitted": "*i64"}
-        for x in ("bf16", "fp16", "fp32"):
-            found.append(
-                Variant(
-                    block_best,
-                    f"{x} {word}",
-                    {
-                        "p_logits": f"*{x}", "p_best": "*i64", "k": "i32", "v": "i32", "logits_stride_b": "i64",
-                        "logits_stride_t": "i64", **count[0],
-                    },
-                    {"RAGGED": ragged, "BLOCK": BLOCK, **count[1]},
-                    divisible=("p_logits", "p_best", "v", "logits_stride_b", "logits_stride_t", *count[0]),
-                    num_warps=WARPS,
-                    quick=(x, ragged) == ("bf16", True),
-                )
-            )  # fmt: skip
-        found.append(
-            Variant(
-                match_tokens,
-                word,
-                {"p_drafts": "*i64", "p_best": "*i64", "k": "i32", "blocks": "i32", **result, **count[0]},
-                {"RAGGED": ragged, "BLOCK_J": BLOCK_J, "BLOCK_S": BLOCK_S, **count[1]},
-                divisible=("p_drafts", "p_best", *result, *count[0]),
-                num_warps=WARPS,
-                quick=ragged,
-            )
+    words = {16: "", 1: " unaligned"}
+    found = [
+        Variant(
+            block_best,
+            f"{x}{words[unit]}",
+            {"p_logits": f"*{x}", "p_count": "*i64", "p_best": "*i64", **integers(block_best, _ROW_NUMBERS)},
+            {"UNIT": unit, "BLOCK": BLOCK},
+            divisible=("p_logits",),
+            num_warps=WARPS,
+            quick=(x, unit) == ("bf16", 16),
         )
-        for x, sampled in itertools.product(("fp32", "fp64"), (False, True)):
-            draft = ({"p_draft": f"*{x}"}, {}) if sampled else ({}, {"p_draft": None})
-            strides = [f"{name}_stride_{axis}" for name in ("target", "draft") for axis in "bt"]
-            signature = {
-                "p_drafts": "*i64", "p_target": f"*{x}", "p_prompt": "*i64", "p_position": "*i64", "p_mass": "*i64",
-                "k": "i32", "v": "i32", **dict.fromkeys(strides, "i64"), "seed_low": "i32", "seed_high": "i32",
-                "purpose": "i32", **draft[0], **count[0],
-            }  # fmt: skip
-            fixed = {"SAMPLED": sampled, "RAGGED": ragged, "BLOCK_J": BLOCK_J, "BLOCK": BLOCK}
-            how = {
-                "divisible": (*(name for name in signature if name.startswith("p_")), "v", *strides),
-                "num_warps": WARPS, "quick": (x, sampled, ragged) == ("fp32", True, True),
-            }  # fmt: skip
-            label = f"{x} {'drawn' if sampled else 'likeliest'} drafts {word}"
-            found += [
-                Variant(block_mass, label, signature, {**fixed, **draft[1], **count[1]}, **how),
-                Variant(
-                    draw_tokens,
-                    label,
-                    {**signature, **result, "blocks": "i32", "draw_purpose": "i32"},
-                    {**fixed, "BLOCK_S": BLOCK_S, **draft[1], **count[1]},
-                    **how,
-                ),
-            ]
+        for unit, x in itertools.product(UNITS, ("bf16", "fp16", "fp32"))
+    ]
+    whole = dict.fromkeys(("p_drafts", "p_count", "p_tokens", "p_emitted"), "*i64")
+    found.append(
+        Variant(
+            match_tokens,
+            "any drafts",
+            {**whole, "p_best": "*i64", **integers(match_tokens, _MATCH_NUMBERS)},
+            {"BLOCK_J": BLOCK_J, "BLOCK_S": BLOCK_S},
+            num_warps=WARPS,
+            quick=True,
+        )
+    )
+    for unit, x, sampled in itertools.product(UNITS, ("fp32", "fp64"), (False, True)):
+        rows = {"p_target": f"*{x}", **({"p_draft": f"*{x}"} if sampled else {})}
+        single = dict.fromkeys(("p_drafts", "p_count", "p_prompt", "p_position", "p_mass"), "*i64")
+        fixed = {"UNIT": unit, "SAMPLED": sampled, "BLOCK_J": BLOCK_J, "BLOCK": BLOCK}
+        fixed |= {} if sampled else {"p_draft": None}
+        how = {"divisible": tuple(rows), "num_warps": WARPS, "quick": (x, sampled, unit) == ("fp32", True, 16)}
+        label = f"{x} {'drawn' if sampled else 'likeliest'} drafts{words[unit]}"
+        found += [
+            Variant(block_mass, label, {**rows, **single, **integers(block_mass, _MASS_NUMBERS)}, fixed, **how),
+            Variant(
+                draw_tokens,
+                label,
+                {**rows, **single, **whole, **integers(draw_tokens, _DRAW_NUMBERS)},
+                {**fixed, "BLOCK_S": BLOCK_S},
+                **how,
+            ),
+        ]
     return found

@@ -74,13 +74,7 @@ def compile_variant(variant: Variant, target: Target) -> Facts:
     kernel = variant.kernel
     names = kernel.arg_names
     signature = {name: variant.signature.get(name, "constexpr") for name in names}
-    attributes: dict[tuple[int], list[list[Any]]] = {}
-    for name in variant.signature:
-        found = [["tt.divisibility", 16]] if name in variant.divisible else []
-        if target.backend == "hip" and variant.signature[name].startswith("*"):
-            found.append(["tt.pointer_range", 32])  # as a launch has it for tensors below 2 GiB
-        if found:
-            attributes[names.index(name),] = found
+    attributes = {(names.index(name),): told for name, told in variant.attributes(target).items()}
     constants = {(names.index(name),): value for name, value in variant.constants.items()}
     options = {"num_warps": variant.num_warps, "num_stages": variant.num_stages, **variant.options}
     where = {"kernel": kernel.__name__, "label": variant.label, "target": target.name}

@@ -7,16 +7,28 @@ holds, it is right but reads the cache once a tile. Knows nothing of who wrote t
 from __future__ import annotations
 
 import math
-from functools import cache
 
 import torch
 from torch import Tensor
 
 from mtplab.kernels import attention_reference
-from mtplab.kernels.kv_layout import FLOATS, check_positions, format_of, table_of
-from mtplab.kernels.launch import check, chosen, interpreted
+from mtplab.kernels.kv_layout import (
+    FLOATS,
+    check_codes,
+    check_head,
+    check_positions,
+    check_scales,
+    format_of,
+    in_units,
+    table_of,
+)
+from mtplab.kernels.launch import check, chosen, interpreted, target
+from mtplab.kernels.sizes import half_block
 
 __all__ = ["attend_cache"]
+
+# of a sequence: the kernels count them in 32 bits, and a little past the last
+_MOST_SLOTS = 2**31 - 2**16
 
 
 def attend_cache(
@@ -65,8 +77,7 @@ def attend_cache(
     """
     check("q", q, (None, None, None, None), FLOATS)
     b, t, heads, d = q.shape
-    if d % 16:
-        raise ValueError(f"head_dim is {d}; expected a multiple of 16")
+    check_head(d)
     if codes.dim() != 5 or codes.shape[2] == 0 or heads % codes.shape[2]:
         raise ValueError(f"q has {heads} heads and codes shape {list(codes.shape)}; expected heads to be a multiple")
     form = format_of(codes, meta, codes.shape[2], d)
@@ -76,9 +87,10 @@ def attend_cache(
         raise ValueError(f"meta is {meta.dtype} and q is {q.dtype}; expected the same, or q in torch.float32")
     check_positions(positions, b, t)
     table = table_of(table, codes, b)
-    for name, value in (("k_scale", k_scale), ("v_scale", v_scale)):
-        if value != 1.0 and not form.top:
-            raise ValueError(f"{name} is {value} with a cache of {form.name}; only FP8 codes have one scale for all")
+    check_scales(form, k_scale, v_scale)
+    width, page_size = table.shape[1], codes.shape[3]
+    if width * page_size > _MOST_SLOTS:
+        raise ValueError(f"table has {width} pages of {page_size} slots; expected at most {_MOST_SLOTS} slots in all")
     if piece <= 0 or piece % 64:
         raise ValueError(f"piece is {piece}; expected a multiple of 64")
     if most_tokens is not None and most_tokens < t:
@@ -110,32 +122,28 @@ def _launch(
     from mtplab.kernels.attention_jit import (
         CHUNK,
         attend_piece,
+        family_of,
         first_of,
-        half_block,
         options_of,
+        row_unit,
+        sum_block,
         sum_pieces,
         sum_warps,
         tile_for,
-        unit_of,
     )
 
     b, t, heads, d = q.shape
     kv_heads, page_size = codes.shape[2:4]
-    group, unit, reach = heads // kv_heads, unit_of(packed), table.shape[1] * page_size
-    if q.stride(3) != 1 or any(stride % unit for stride in q.stride()[:3]) or q.data_ptr() % 16:
-        q = q.clone(memory_format=torch.contiguous_format)
-    if any(stride % unit for stride in codes.stride()[:4]) or codes.data_ptr() % 16:
-        raise ValueError(
-            f"codes have strides {list(codes.stride())} at address {codes.data_ptr():#x}; expected multiples of {unit}"
-            " elements at a multiple of 16 bytes"
-        )
+    group, unit, reach = heads // kv_heads, row_unit(packed), table.shape[1] * page_size
+    q = in_units(q, unit)
+    check_codes(codes, unit)
     positions, table = positions.contiguous(), table.contiguous()
     out = torch.empty(b, t, heads, d, dtype=q.dtype, device=q.device)
     if not out.numel():
         return out
     stored = "integer" if meta is not None else "none" if codes.dtype == q.dtype else "fp8"
-    family = _family(q.device)
-    tile = tile_for(family, half_block(d), group * most_tokens, q.dtype == torch.float32, stored)
+    family, block_h = family_of(target(q.device).arch), half_block(d)
+    tile = tile_for(family, block_h, group * most_tokens, q.dtype == torch.float32, stored)
     first = first_of(d, packed) // unit
     tiles = -(-group * t // tile.block_m)
     pieces = max(1, -(-min(reach if longest is None else longest, reach) // piece))
@@ -149,25 +157,12 @@ def _launch(
         *(x // unit for x in codes.stride()[:4]), *(meta.stride()[:4] if meta is not None else (0, 0, 0, 0)),
         float(score_scale), float(v_scale),
         INTEGER=meta is not None, PACKED=packed, UNIT=unit, CDNA3=family == "cdna3",
-        BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_H=half_block(d),
+        BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_H=block_h,
         num_warps=tile.warps, num_stages=tile.stages, **options_of(family),
     )  # fmt: skip
     if pieces > 1:
         sum_pieces[(t * heads, b)](
             part, stat, positions, out, heads, d, reach, piece, pieces, float(v_scale),
-            CHUNK=CHUNK, BLOCK_D=2 * half_block(d), num_warps=sum_warps(half_block(d)), num_stages=2,
+            CHUNK=CHUNK, BLOCK_D=sum_block(d), num_warps=sum_warps(sum_block(d)), num_stages=2,
         )  # fmt: skip
     return out
-
-
-@cache
-def _family(device: torch.device) -> str:
-    """Whose tiles are taken there; those of the smallest GPUs in the interpreter."""
-    from mtplab.kernels.attention_jit import family_of
-
-    if device.type != "cuda":
-        return "ada"
-    if torch.version.hip is not None:
-        return family_of(torch.cuda.get_device_properties(device).gcnArchName)
-    major, minor = torch.cuda.get_device_capability(device)
-    return family_of(major * 10 + minor)

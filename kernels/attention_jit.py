@@ -11,12 +11,13 @@ from dataclasses import dataclass
 import triton
 import triton.language as tl
 
+from mtplab.kernels.sizes import HEADS, half_block
 from mtplab.kernels.targets import Target
-from mtplab.kernels.variants import Variant
+from mtplab.kernels.variants import Variant, integers, with_large
 
 __all__ = [
-    "CHUNK", "Tile", "attend_piece", "family_of", "first_of", "half_block", "options_of", "sum_pieces",
-    "sum_warps", "tile_for", "unit_of", "variants",
+    "CHUNK", "Tile", "attend_piece", "family_of", "first_of", "options_of", "row_unit", "sum_block", "sum_pieces",
+    "sum_warps", "tile_for", "variants",
 ]  # fmt: skip
 
 CHUNK = 16  # pieces that are summed at a time
@@ -31,7 +32,7 @@ _PIECE_NUMBERS = [
 _SUM_NUMBERS = ["heads", "d", "limit", "piece", "pieces"]
 
 
-@triton.jit(do_not_specialize=_PIECE_NUMBERS)
+@triton.jit(do_not_specialize=_PIECE_NUMBERS, do_not_specialize_on_alignment=["p_meta", "p_position", "p_table"])
 def attend_piece(
     p_q,
     p_code,
@@ -51,15 +52,15 @@ def attend_piece(
     table_width,
     piece,
     pieces,
-    q_stride_b,
+    q_stride_b: tl.int64,
     q_stride_t,
     q_stride_h,
-    code_stride_kv,
-    code_stride_page,
+    code_stride_kv: tl.int64,
+    code_stride_page: tl.int64,
     code_stride_h,
     code_stride_slot,
-    meta_stride_kv,
-    meta_stride_page,
+    meta_stride_kv: tl.int64,
+    meta_stride_page: tl.int64,
     meta_stride_h,
     meta_stride_slot,
     score_scale,
@@ -89,8 +90,8 @@ def attend_piece(
     m_m = o_m < tokens * group
     o_token, o_head = o_m // group, i_h * group + o_m % group
     b_position = tl.load(p_position + i_b * tokens + o_token, m_m, other=-1)
-    # a position beyond the cache sees all of it
-    b_position = tl.minimum(b_position, table_width.to(tl.int64) * page_size - 1).to(tl.int32)
+    # a position beyond the cache sees all of it, a negative one nothing, however far it is from what 32 bits hold
+    b_position = tl.maximum(tl.minimum(b_position, table_width.to(tl.int64) * page_size - 1), -1).to(tl.int32)
     last = tl.max(b_position, axis=0)
     first = i_piece * piece
     if (pieces > 1) & (first > last):
@@ -112,7 +113,7 @@ def attend_piece(
 
     p_pages = p_table + i_b * table_width
     p_head = p_code + i_h * (code_stride_h.to(tl.int64) * UNIT)
-    p_value = p_head + code_stride_kv.to(tl.int64) * UNIT
+    p_value = p_head + code_stride_kv * UNIT
     for start in range(first, tl.minimum(first + piece, last + 1), BLOCK_N):
         o_n = start + tl.arange(0, BLOCK_N)
         if CDNA3:
@@ -123,9 +124,10 @@ def attend_piece(
             m_n = o_n <= last
             o_near = o_n
         b_page = tl.load(p_pages + o_near // page_size, m_n, other=0).to(tl.int64)
-        o_slot = o_near % page_size
+        # 64 bits: in a cache laid out token by token a slot's offset alone may pass 2^31
+        o_slot = (o_near % page_size).to(tl.int64)
         # [BLOCK_N, BLOCK_H]
-        o_code = (b_page * (code_stride_page.to(tl.int64) * UNIT) + o_slot * (code_stride_slot.to(tl.int64) * UNIT))
+        o_code = (b_page * code_stride_page + o_slot * code_stride_slot) * UNIT
         o_code = o_code[:, None] + o_h[None, :]
         m_code0, m_code1 = m_n[:, None] & m_first, m_n[:, None] & m_second
         if INTEGER:
@@ -222,7 +224,7 @@ def _inverse(b_sum, v_scale):
     return tl.where(b_sum == 0.0, 0.0, tl.div_rn(tl.full(b_sum.shape, 1.0, tl.float32), b_sum)) * v_scale
 
 
-@triton.jit(do_not_specialize=_SUM_NUMBERS)
+@triton.jit(do_not_specialize=_SUM_NUMBERS, do_not_specialize_on_alignment=["p_position"])
 def sum_pieces(
     p_part,
     p_stat,
@@ -282,12 +284,7 @@ class Tile:
     stages: int
 
 
-def half_block(d: int) -> int:
-    """BLOCK_H for heads of d values: d/2 up to a power of two, at least 32."""
-    return max(32, 1 << (d // 2 - 1).bit_length())
-
-
-def unit_of(packed: bool) -> int:
+def row_unit(packed: bool) -> int:
     """What strides of rows are multiples of, in elements, so that loads are vectors: rows of INT4 are half as long."""
     return 8 if packed else 16
 
@@ -333,46 +330,46 @@ def tile_for(family: str, block_h: int, rows: int, fp32: bool, stored: str) -> T
     return Tile(64, 32, 8, 2 if stored == "none" else 1)
 
 
-def sum_warps(block_h: int) -> int:
+def sum_block(d: int) -> int:
+    """BLOCK_D of `sum_pieces` for heads of d values; it waits for memory, and idle lanes cost it nothing."""
+    return 128 if d <= 128 else 256
+
+
+def sum_warps(block_d: int) -> int:
     """Warps of `sum_pieces`."""
-    return 8 if block_h == 128 else 4
+    return block_d // 32
 
 
 def variants(target: Target) -> list[Variant]:
     """Every choice that `attention.py` can make on the target."""
     floats = ("bf16", "fp16", "fp32")
     family = family_of(target.arch)
-    found = []
-    for q, block_h in itertools.product(floats, (32, 64, 128)):
+    found, sums = [], []
+    for q in floats:
         metas = floats if q == "fp32" else (q,)
         stored = [(q, None, False), ("fp8e4nv", None, False), ("fp8e5", None, False)]
         stored += [("u8", meta, packed) for packed in (False, True) for meta in metas]
-        for form in stored:
+        for block_h, form in itertools.product(sorted(set(map(half_block, HEADS))), stored):
             kind = "integer" if form[1] else "none" if form[0] == q else "fp8"
             tiles = dict.fromkeys(tile_for(family, block_h, rows, q == "fp32", kind) for rows in (16, 17))
             found += [_piece_variant(family, q, block_h, *form, tile) for tile in tiles]
-        found.append(
-            Variant(
-                sum_pieces,
-                f"→{q} d≤{2 * block_h}",
-                {
-                    "p_part": "*fp32", "p_stat": "*fp32", "p_position": "*i64", "p_out": f"*{q}",
-                    **_numbers(_SUM_NUMBERS), "v_scale": "fp32",
-                },
-                {"CHUNK": CHUNK, "BLOCK_D": 2 * block_h},
-                divisible=("p_part", "p_stat", "p_position", "p_out"),
-                num_warps=sum_warps(block_h),
-                num_stages=2,
-                quick=(q, block_h) == ("bf16", 64),
-            )
-        )  # fmt: skip
-    return found
-
-
-def _numbers(names: list[str]) -> dict[str, str]:
-    """Types: what may pass 2^31 in a cache of any size is 64 bits."""
-    long = ("q_stride_b", "code_stride_kv", "code_stride_page", "meta_stride_kv", "meta_stride_page")
-    return {name: "i64" if name in long else "i32" for name in names}
+        for block_d in sorted(set(map(sum_block, HEADS))):
+            sums.append(
+                Variant(
+                    sum_pieces,
+                    f"→{q} d≤{block_d}",
+                    {
+                        "p_part": "*fp32", "p_stat": "*fp32", "p_position": "*i64", "p_out": f"*{q}",
+                        **integers(sum_pieces, _SUM_NUMBERS), "v_scale": "fp32",
+                    },
+                    {"CHUNK": CHUNK, "BLOCK_D": block_d},
+                    divisible=("p_part", "p_stat", "p_out"),
+                    num_warps=sum_warps(block_d),
+                    num_stages=2,
+                    quick=(q, block_d) == ("bf16", 128),
+                )
+            )  # fmt: skip
+    return with_large(found, target, ("p_code",)) + sums
 
 
 def _piece_variant(family: str, q: str, block_h: int, code: str, meta: str | None, packed: bool, tile: Tile) -> Variant:
@@ -384,13 +381,13 @@ def _piece_variant(family: str, q: str, block_h: int, code: str, meta: str | Non
     return Variant(
         attend_piece,
         f"{q}·{name}{f' meta {meta}' if meta else ''} d≤{2 * block_h} {tile.block_m}×{tile.block_n}",
-        {**pointers, **_numbers(_PIECE_NUMBERS), "score_scale": "fp32", "v_scale": "fp32"},
+        {**pointers, **integers(attend_piece, _PIECE_NUMBERS), "score_scale": "fp32", "v_scale": "fp32"},
         {
             **({} if meta else {"p_meta": None}), "INTEGER": meta is not None, "PACKED": packed,
-            "UNIT": unit_of(packed), "CDNA3": family == "cdna3",
+            "UNIT": row_unit(packed), "CDNA3": family == "cdna3",
             "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "BLOCK_H": block_h,
         },
-        divisible=tuple(pointers),
+        divisible=("p_q", "p_code", "p_out", "p_part", "p_stat"),
         num_warps=tile.warps,
         num_stages=tile.stages,
         options=options_of(family),

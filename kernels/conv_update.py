@@ -9,11 +9,10 @@ import torch
 from torch import Tensor
 
 from mtplab.kernels.delta_rule_reference import conv_reference
-from mtplab.kernels.launch import FLOATS, check, chosen, interpreted
+from mtplab.kernels.launch import FLOATS, check, chosen, interpreted, unit_of
+from mtplab.kernels.sizes import TAPS
 
 __all__ = ["conv_update"]
-
-_WIDTHS = (2, 3, 4)
 
 
 def conv_update(x: Tensor, state: Tensor, weight: Tensor, window: Tensor | None = None) -> Tensor:
@@ -33,8 +32,8 @@ def conv_update(x: Tensor, state: Tensor, weight: Tensor, window: Tensor | None 
     b, t, c = x.shape
     check("weight", weight, (None, c), (x.dtype,))
     width = len(weight)
-    if width not in _WIDTHS:
-        raise ValueError(f"weight has {width} taps; expected {', '.join(map(str, _WIDTHS))}")
+    if width not in TAPS:
+        raise ValueError(f"weight has {width} taps; expected {', '.join(map(str, TAPS))}")
     check("state", state, (b, width - 1, c), (x.dtype,))
     if window is not None:
         check("window", window, (b, width - 1 + t, c), (x.dtype,))
@@ -55,9 +54,10 @@ def conv_update(x: Tensor, state: Tensor, weight: Tensor, window: Tensor | None 
     out = torch.empty(b, t, c, dtype=x.dtype, device=x.device)
     if t == 0 and window is not None:
         window.copy_(state)
+    unit = unit_of((c, *x.stride()[:2]), *(y for y in (x, state, weight, window) if y is not None))
     if out.numel():
         conv_tokens[(-(-c // BLOCK_C), t, b)](
-            x, state, weight, window, out, t, c, x.stride(0), x.stride(1),
-            WIDTH=width, IN_PLACE=window is None, BLOCK_C=BLOCK_C, num_warps=4, num_stages=1,
+            x, state, weight, window, out, t, c // unit, width, x.stride(0) // unit, x.stride(1) // unit,
+            UNIT=unit, MOST_TAPS=max(TAPS), IN_PLACE=window is None, BLOCK_C=BLOCK_C, num_warps=4, num_stages=1,
         )  # fmt: skip
     return out

@@ -5,17 +5,18 @@ Knows nothing of prompts, which have a chunked form elsewhere, nor of which toke
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 from torch import Tensor
 
 from mtplab.kernels.delta_rule_reference import delta_rule_reference
-from mtplab.kernels.launch import FLOATS, check, chosen, interpreted
+from mtplab.kernels.launch import FLOATS, check, chosen, interpreted, unit_of
+from mtplab.kernels.sizes import HEAD_STEP, LARGEST_HEAD
 
 __all__ = ["delta_rule"]
 
 _STATES = (torch.float32, torch.bfloat16)
-_MOST = 256  # rows, and columns, of a head's state
-_STEP = 16
 
 
 def delta_rule(
@@ -78,17 +79,19 @@ def delta_rule(
     if chosen(v.device) == "reference":
         return _plain(q, k, v, g, beta, state, ring, slots, normalize, scale, eps)
     interpreted()
-    from mtplab.kernels.delta_rule_jit import delta_rule_tokens, tile_for
+    from mtplab.kernels.delta_rule_jit import UNIT, delta_rule_tokens, tile_for
 
-    q, k, v, g, beta = (x if _dense(x) else x.contiguous() for x in (q, k, v, g, beta))
+    q, k, v = (x if _dense(x) and _in_units(x, UNIT) else _copy(x) for x in (q, k, v))
+    g, beta = (x if _dense(x) else x.contiguous() for x in (g, beta))
     out = torch.empty(b, t, heads, dv, dtype=torch.float32, device=v.device)
     block_k, block_v, warps = tile_for(dk)
     if out.numel():
         delta_rule_tokens[(held * -(-dv // block_v),)](
-            q, k, v, g, beta, state, slots, ring, out,
-            t, heads, heads // key_heads, dk, dv, held * dk * dv,
-            *(stride for x in (q, k, v, g, beta) for stride in x.stride()[:2]), scale, eps,
-            NORMALIZE=normalize, SLOTS=slots is not None, BLOCK_K=block_k, BLOCK_V=block_v,
+            q, k, v, g, beta, state, _nothing(v.device) if slots is None else slots.contiguous(), ring, out,
+            t, heads, heads // key_heads, dk // UNIT, dv // UNIT, held * dk * dv // UNIT,
+            *(stride // UNIT for x in (q, k, v) for stride in x.stride()[:2]), *g.stride()[:2], *beta.stride()[:2],
+            int(normalize), int(slots is not None), float(scale), float(eps),
+            UNIT=UNIT, BLOCK_K=block_k, BLOCK_V=block_v,
             num_warps=warps, num_stages=1,
         )  # fmt: skip
     return out
@@ -106,14 +109,29 @@ def _check(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> tuple[in
     if not key_heads or heads % key_heads:
         raise ValueError(f"v has {heads} heads and q {key_heads}; expected a multiple of q's")
     for name, size in (("dk", dk), ("dv", dv)):
-        if not 0 < size <= _MOST or size % _STEP:
-            raise ValueError(f"{name} is {size}; expected a multiple of {_STEP}, at most {_MOST}")
+        if not 0 < size <= LARGEST_HEAD or size % HEAD_STEP:
+            raise ValueError(f"{name} is {size}; expected a multiple of {HEAD_STEP}, at most {LARGEST_HEAD}")
     return b, t, heads, dv
 
 
 def _dense(x: Tensor) -> bool:
     """Whether all but batch and time lie side by side, as in a slice of a projection's columns."""
     return x[:1, :1].is_contiguous()
+
+
+def _in_units(x: Tensor, unit: int) -> bool:
+    return unit_of(x.stride()[:2], x, unit=unit) == unit
+
+
+def _copy(x: Tensor) -> Tensor:
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+@cache
+def _nothing(device: torch.device) -> Tensor:
+    """Stands for slots where there are none, and is not read."""
+    with torch.inference_mode(False):
+        return torch.zeros(1, dtype=torch.int64, device=device)
 
 
 def _plain(

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import torch
 
-from mtplab.kernels.gemm_plan import Plan, check_operands, check_target, operand, plan, step
+from mtplab.kernels.gemm_plan import Plan, check_operands, check_target, operand, plan
 from mtplab.kernels.gemm_reference import gemm_block_reference, gemm_scaled_reference
 from mtplab.kernels.gemm_tiles import BLOCK
-from mtplab.kernels.launch import check, chosen, interpreted, target
+from mtplab.kernels.launch import check, chosen, interpreted, step, target
 
 __all__ = ["gemm_block", "gemm_scaled"]
 

@@ -6,15 +6,19 @@ Prefixes: i_ program index, o_ offsets, m_ mask, p_ pointer, b_ loaded block. Im
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import triton
 import triton.language as tl
 
 from mtplab.kernels.gemm_tiles import BLOCK, Tile, tiles
 from mtplab.kernels.targets import Target
-from mtplab.kernels.variants import Variant
+from mtplab.kernels.variants import UNITS, Variant, integers, with_large
 
-__all__ = ["SUM_COLUMNS", "gemm_block", "place", "sum_blocks", "sum_splits", "variants"]
+__all__ = [
+    "SUM_COLUMNS", "constants", "gemm_block", "inside", "offsets", "place", "product", "sum_blocks", "sum_splits",
+    "tile_of", "variants",
+]  # fmt: skip
 
 SUM_COLUMNS = 1024  # columns of one row that a program of `sum_splits` takes
 
@@ -34,6 +38,36 @@ def place(i_tile, tiles_m, tiles_n, GROUP: tl.constexpr):
     first = i_tile // per_group * GROUP
     height = min(tiles_m - first, GROUP)
     return first + i_tile % per_group % height, i_tile % per_group // height
+
+
+@triton.jit
+def tile_of(i_tile, m, n, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr):
+    """Number of a program → its tile's place, its rows and columns of y, and those of x and w that can all be read.
+
+    Rows beyond the last read the last one again, and are not stored.
+    """
+    i_m, i_n = place(i_tile, tl.cdiv(m, BLOCK_M), tl.cdiv(n, BLOCK_N), GROUP)
+    o_m = (i_m * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
+    o_n = (i_n * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
+    return i_m, i_n, o_m, o_n, tl.minimum(o_m, m - 1), tl.minimum(o_n, n - 1)
+
+
+@triton.jit
+def offsets(o_m, o_n, stride, SWAP: tl.constexpr):
+    """Of a tile in rows `stride` apart: [BLOCK_M, BLOCK_N], or its transpose with SWAP."""
+    if SWAP:
+        return o_m[None, :] * stride + o_n[:, None]
+    else:
+        return o_m[:, None] * stride + o_n[None, :]
+
+
+@triton.jit
+def inside(o_m, o_n, m, n, SWAP: tl.constexpr):
+    """Which of a tile's elements there are, as `offsets` lays them out."""
+    if SWAP:
+        return (o_m < m)[None, :] & (o_n < n)[:, None]
+    else:
+        return (o_m < m)[:, None] & (o_n < n)[None, :]
 
 
 @triton.jit
@@ -66,6 +100,9 @@ def sum_blocks(
     p_x_scale [BLOCK_M] and p_w_scale [] point to block 0.
     """
     o_k = tl.arange(0, BLOCK_K)
+    # scales that lie block by block are as far apart as there are rows
+    x_scale_stride_k = x_scale_stride_k.to(tl.int64)
+    w_scale_stride_k = w_scale_stride_k.to(tl.int64)
     if SWAP:
         b_sum = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     else:
@@ -124,33 +161,21 @@ def gemm_block(
     """
     n = n * UNIT
     k = k * UNIT
-    i_m, i_n = place(tl.program_id(0), tl.cdiv(m, BLOCK_M), tl.cdiv(n, BLOCK_N), GROUP)
+    i_m, i_n, o_m, o_n, o_x, o_w = tile_of(tl.program_id(0), m, n, BLOCK_M, BLOCK_N, GROUP)
     i_split = tl.program_id(1)
     first = i_split * blocks
     last = min(first + blocks, tl.cdiv(k, BLOCK_K))
-    o_m = (i_m * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
-    o_n = (i_n * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
-    # rows beyond the last read the last one again, and are not stored
-    o_x = tl.minimum(o_m, m - 1)
-    o_w = tl.minimum(o_n, n - 1)
     b_y = sum_blocks(
         x, w, p_x_scale + o_x * x_scale_stride_m,
         p_w_scale + (i_n * BLOCK_N // BLOCK_K).to(tl.int64) * w_scale_stride_n,
         i_m * BLOCK_M, i_n * BLOCK_N, o_x, o_w, k, x_stride * UNIT, w_stride * UNIT, x_scale_stride_k,
         w_scale_stride_k, first, last, BLOCK_M, BLOCK_N, BLOCK_K, SWAP, DESCRIPTORS,
     )  # fmt: skip
-    if SWAP:
-        o_y = o_m[None, :] * (y_stride * UNIT) + o_n[:, None]
-        o_residual = o_m[None, :] * (residual_stride * UNIT) + o_n[:, None]
-        mask = (o_m < m)[None, :] & (o_n < n)[:, None]
-    else:
-        o_y = o_m[:, None] * (y_stride * UNIT) + o_n[None, :]
-        o_residual = o_m[:, None] * (residual_stride * UNIT) + o_n[None, :]
-        mask = (o_m < m)[:, None] & (o_n < n)[None, :]
+    mask = inside(o_m, o_n, m, n, SWAP)
     if p_residual is not None:
-        b_y += tl.load(p_residual + o_residual, mask, other=0.0).to(tl.float32)
+        b_y += tl.load(p_residual + offsets(o_m, o_n, residual_stride * UNIT, SWAP), mask, other=0.0).to(tl.float32)
     p_split = p_y + i_split.to(tl.int64) * m * (y_stride * UNIT)
-    tl.store(p_split + o_y, b_y.to(p_y.dtype.element_ty), mask)
+    tl.store(p_split + offsets(o_m, o_n, y_stride * UNIT, SWAP), b_y.to(p_y.dtype.element_ty), mask)
 
 
 @triton.jit(do_not_specialize=_SUM_SIZES)
@@ -188,24 +213,11 @@ def variants(target: Target) -> list[Variant]:
     outputs = list(itertools.product(("bf16", "fp16", "fp32"), (False, True)))
     found = []
     for tile, (y, residual) in itertools.product(tiles(target), outputs):
-        pointers = ["p_y", *(["p_residual"] if residual else []), *([] if tile.descriptors else ["x", "w"])]
-        found.append(
-            Variant(
-                gemm_block,
-                f"{tile.label}→{y}{' +residual' if residual else ''}",
-                operands(tile, target.e4m3)
-                | {"p_y": f"*{y}", "p_x_scale": "*fp32", "p_w_scale": "*fp32"}
-                | ({"p_residual": f"*{y}"} if residual else {})
-                | dict.fromkeys(_GEMM_SIZES, "i32"),
-                constants(tile) | ({} if residual else {"p_residual": None}),
-                divisible=tuple(pointers),
-                num_warps=tile.warps,
-                num_stages=tile.stages,
-                fp8_mma=True,
-                quick=(tile, y, residual) == (tiles(target)[1], "bf16", False),
-            )
-        )
-    for unit, (y, residual) in itertools.product((16, 1), outputs):
+        more = {"p_residual": f"*{y}"} if residual else {}
+        fixed = {} if residual else {"p_residual": None}
+        found.append(product(gemm_block, target, tile, y, _GEMM_SIZES, more, fixed, "p_residual"))
+    found = with_large(found, target, ("w",))
+    for unit, (y, residual) in itertools.product(UNITS, outputs):
         pointers = ["p_part", "p_y", *(["p_residual"] if residual else [])]
         found.append(
             Variant(
@@ -213,13 +225,35 @@ def variants(target: Target) -> list[Variant]:
                 f"{'aligned' if unit == 16 else 'unaligned'}→{y}{' +residual' if residual else ''}",
                 {"p_part": "*fp32", "p_y": f"*{y}"}
                 | ({"p_residual": f"*{y}"} if residual else {})
-                | dict.fromkeys(_SUM_SIZES, "i32"),
+                | integers(sum_splits, _SUM_SIZES),
                 {"UNIT": unit, "BLOCK_N": SUM_COLUMNS} | ({} if residual else {"p_residual": None}),
                 divisible=tuple(pointers),
                 quick=(unit, y, residual) == (16, "bf16", False),
             )
         )
     return found
+
+
+def product(
+    kernel: Any, target: Target, tile: Tile, y: str, sizes: list[str], more: dict[str, str], fixed: dict[str, Any],
+    *divisible: str,
+) -> Variant:  # fmt: skip
+    """A product in one tile, results of type y: what all kernels of products have, and of its own the run-time
+    arguments `more`, the constants `fixed`, and those of `divisible` that it has.
+    """
+    signature = operands(tile, target.e4m3) | {"p_y": f"*{y}", "p_x_scale": "*fp32", "p_w_scale": "*fp32"} | more
+    whole = ("p_y", *(name for name in divisible if name in more), *(() if tile.descriptors else ("x", "w")))
+    return Variant(
+        kernel,
+        f"{tile.label}→{y}{' +residual' if 'p_residual' in more else ''}",
+        signature | integers(kernel, sizes),
+        constants(tile) | fixed,
+        divisible=whole,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+        fp8_mma=True,
+        quick=(tile, y) == (tiles(target)[1], "bf16") and "p_residual" not in more,
+    )
 
 
 def constants(tile: Tile) -> dict[str, int]:

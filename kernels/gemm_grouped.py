@@ -10,12 +10,15 @@ from dataclasses import dataclass, field
 
 import torch
 
-from mtplab.kernels.gemm_plan import aligned, check_operands, check_target, operand, step
+from mtplab.kernels.gemm_plan import aligned, check_operands, check_target, operand
 from mtplab.kernels.gemm_reference import gemm_grouped_reference
 from mtplab.kernels.gemm_tiles import BLOCK, choose_grouped
-from mtplab.kernels.launch import check, chosen, interpreted, target
+from mtplab.kernels.launch import check, chosen, interpreted, step, target
 
-__all__ = ["Routing", "gemm_grouped", "route"]
+__all__ = ["MOST_ROWS", "Routing", "gemm_grouped", "route"]
+
+# of all experts' weights together, which the kernel counts in 32 bits
+MOST_ROWS = 2**31 - 1
 
 
 @dataclass(frozen=True)
@@ -96,7 +99,7 @@ def gemm_grouped(
     Args:
         x: E4M3 codes [t, k], sorted by expert, k at least 1 (FNUZ on gfx942, see `fnuz.py`).
         x_scale: float32 [t, ceil(k / 128)], of any strides.
-        w: E4M3 codes [e, n, k], contiguous, e · n below 2³¹.
+        w: E4M3 codes [e, n, k], contiguous, e · n at most MOST_ROWS.
         w_scale: float32 [e, ceil(n / 128), ceil(k / 128)].
         routing: of t rows to e experts, from `route`.
         out_dtype: BF16, FP16 or FP32.
@@ -114,6 +117,8 @@ def gemm_grouped(
     check("x", x, (len(routing.token), k), (x.dtype,))
     check("x_scale", x_scale, (t, blocks), (torch.float32,))
     check("w_scale", w_scale, (experts, -(-n // BLOCK), blocks), (torch.float32,))
+    if experts * n > MOST_ROWS:
+        raise ValueError(f"w has {experts} experts of {n} rows, {experts * n} in all; expected at most {MOST_ROWS}")
     if chosen(x.device) == "reference":
         return gemm_grouped_reference(x, x_scale, w, w_scale, routing.offsets).to(out_dtype)
     y = torch.empty(t, n, dtype=out_dtype, device=x.device)

@@ -10,10 +10,10 @@ import itertools
 import triton
 import triton.language as tl
 
-from mtplab.kernels.gemm_block_jit import constants, operands, place, sum_blocks
+from mtplab.kernels.gemm_block_jit import inside, offsets, place, product, sum_blocks
 from mtplab.kernels.gemm_tiles import tiles
 from mtplab.kernels.targets import Target
-from mtplab.kernels.variants import Variant
+from mtplab.kernels.variants import Variant, with_large
 
 __all__ = ["gemm_grouped", "variants"]
 
@@ -74,37 +74,21 @@ def gemm_grouped(
     # rows beyond the last read the last one again, or through a descriptor another expert's; they are not stored
     o_x = tl.minimum(o_m, end - 1)
     o_w = first_w + tl.minimum(o_n, n - 1)
-    p_w_block = p_w_scale + expert.to(tl.int64) * w_scale_stride_e + (i_n * BLOCK_N // BLOCK_K) * w_scale_stride_n
+    i_block = (i_n * BLOCK_N // BLOCK_K).to(tl.int64)
+    p_w_block = p_w_scale + expert.to(tl.int64) * w_scale_stride_e + i_block * w_scale_stride_n
     b_y = sum_blocks(
         x, w, p_x_scale + o_x * x_scale_stride_t, p_w_block, row, first_w.to(tl.int32) + i_n * BLOCK_N, o_x, o_w, k,
         x_stride * UNIT, k, x_scale_stride_k, w_scale_stride_k, 0, tl.cdiv(k, BLOCK_K), BLOCK_M, BLOCK_N, BLOCK_K, SWAP,
         DESCRIPTORS,
     )  # fmt: skip
-    if SWAP:
-        o_y = o_m[None, :] * n + o_n[:, None]
-        mask = (o_m < end)[None, :] & (o_n < n)[:, None]
-    else:
-        o_y = o_m[:, None] * n + o_n[None, :]
-        mask = (o_m < end)[:, None] & (o_n < n)[None, :]
-    tl.store(p_y + o_y, b_y.to(p_y.dtype.element_ty), mask)
+    tl.store(p_y + offsets(o_m, o_n, n, SWAP), b_y.to(p_y.dtype.element_ty), inside(o_m, o_n, end, n, SWAP))
 
 
 def variants(target: Target) -> list[Variant]:
     """Every choice that `gemm_grouped.py` can make on the target."""
-    return [
-        Variant(
-            gemm_grouped,
-            f"{tile.label}→{y}",
-            operands(tile, target.e4m3)
-            | {"p_y": f"*{y}", "p_x_scale": "*fp32", "p_w_scale": "*fp32"}
-            | dict.fromkeys(("p_offset", "p_tile_expert", "p_tile_row"), "*i32")
-            | dict.fromkeys(_SIZES, "i32"),
-            constants(tile),
-            divisible=("p_y", *(() if tile.descriptors else ("x", "w"))),
-            num_warps=tile.warps,
-            num_stages=tile.stages,
-            fp8_mma=True,
-            quick=(tile, y) == (tiles(target)[1], "bf16"),
-        )
+    routing = dict.fromkeys(("p_offset", "p_tile_expert", "p_tile_row"), "*i32")
+    found = [
+        product(gemm_grouped, target, tile, y, _SIZES, routing, {})
         for tile, y in itertools.product(tiles(target), ("bf16", "fp16", "fp32"))
     ]
+    return with_large(found, target, ("w",))

@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 import torch
 
 from mtplab.kernels.gemm_tiles import BLOCK, Tile, choose, splits
-from mtplab.kernels.launch import check, processors, target
+from mtplab.kernels.launch import check, processors, step, target
 
-__all__ = ["CODES", "OUTPUTS", "Plan", "aligned", "check_operands", "check_target", "operand", "plan", "step"]
+__all__ = ["CODES", "OUTPUTS", "Plan", "aligned", "check_operands", "check_target", "operand", "plan"]
 
 CODES = (torch.float8_e4m3fn, torch.float8_e4m3fnuz)
 OUTPUTS = (torch.bfloat16, torch.float16, torch.float32)
@@ -45,13 +45,6 @@ def check_target(x: torch.Tensor) -> None:
     wanted = target(x.device)
     if x.dtype != _E4M3[wanted.e4m3]:
         raise ValueError(f"x is {x.dtype}; {wanted.name} multiplies {_E4M3[wanted.e4m3]} (fnuz.py converts)")
-
-
-def step(x: torch.Tensor | None) -> int:
-    """Elements from one row to the next; 0 of nothing."""
-    if x is None:
-        return 0
-    return x.stride(-2) if x.shape[-2] > 1 else x.shape[-1]
 
 
 def aligned(n: int, *operands: torch.Tensor | None) -> bool:

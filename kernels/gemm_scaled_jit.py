@@ -10,10 +10,10 @@ import itertools
 import triton
 import triton.language as tl
 
-from mtplab.kernels.gemm_block_jit import constants, operands, place
+from mtplab.kernels.gemm_block_jit import inside, offsets, product, tile_of
 from mtplab.kernels.gemm_tiles import tiles
 from mtplab.kernels.targets import Target
-from mtplab.kernels.variants import Variant
+from mtplab.kernels.variants import Variant, with_large
 
 __all__ = ["PROMOTE", "gemm_scaled", "variants"]
 
@@ -61,15 +61,10 @@ def gemm_scaled(
     k = k * UNIT
     x_stride = x_stride * UNIT
     w_stride = w_stride * UNIT
-    i_m, i_n = place(tl.program_id(0), tl.cdiv(m, BLOCK_M), tl.cdiv(n, BLOCK_N), GROUP)
+    i_m, i_n, o_m, o_n, o_x, o_w = tile_of(tl.program_id(0), m, n, BLOCK_M, BLOCK_N, GROUP)
     i_split = tl.program_id(1)
     first = i_split * blocks
-    o_m = (i_m * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
-    o_n = (i_n * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
     o_k = tl.arange(0, BLOCK_K)
-    # rows beyond the last read the last one again, and are not stored
-    o_x = tl.minimum(o_m, m - 1)
-    o_w = tl.minimum(o_n, n - 1)
     if SWAP:
         b_sum = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     else:
@@ -96,31 +91,18 @@ def gemm_scaled(
     b_w_scale = tl.load(p_w_scale + o_w * w_scale_stride)
     if SWAP:
         b_sum *= b_w_scale[:, None] * b_x_scale[None, :]
-        o_y = o_m[None, :] * (y_stride * UNIT) + o_n[:, None]
-        mask = (o_m < m)[None, :] & (o_n < n)[:, None]
     else:
         b_sum *= b_x_scale[:, None] * b_w_scale[None, :]
-        o_y = o_m[:, None] * (y_stride * UNIT) + o_n[None, :]
-        mask = (o_m < m)[:, None] & (o_n < n)[None, :]
     p_split = p_y + i_split.to(tl.int64) * m * (y_stride * UNIT)
-    tl.store(p_split + o_y, b_sum.to(p_y.dtype.element_ty), mask)
+    o_y = offsets(o_m, o_n, y_stride * UNIT, SWAP)
+    tl.store(p_split + o_y, b_sum.to(p_y.dtype.element_ty), inside(o_m, o_n, m, n, SWAP))
 
 
 def variants(target: Target) -> list[Variant]:
     """Every choice that `gemm.py` can make on the target."""
-    return [
-        Variant(
-            gemm_scaled,
-            f"{tile.label}→{y}",
-            operands(tile, target.e4m3)
-            | {"p_y": f"*{y}", "p_x_scale": "*fp32", "p_w_scale": "*fp32"}
-            | dict.fromkeys(_SIZES, "i32"),
-            constants(tile) | {"PROMOTED": target.name in PROMOTE},
-            divisible=("p_y", *(() if tile.descriptors else ("x", "w"))),
-            num_warps=tile.warps,
-            num_stages=tile.stages,
-            fp8_mma=True,
-            quick=(tile, y) == (tiles(target)[1], "bf16"),
-        )
+    fixed = {"PROMOTED": target.name in PROMOTE}
+    found = [
+        product(gemm_scaled, target, tile, y, _SIZES, {}, fixed)
         for tile, y in itertools.product(tiles(target), ("bf16", "fp16", "fp32"))
     ]
+    return with_large(found, target, ("w",))

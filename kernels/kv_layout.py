@@ -16,12 +16,13 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from mtplab.kernels.launch import FLOATS, check
+from mtplab.kernels.launch import FLOATS, check, unit_of
+from mtplab.kernels.sizes import HEAD_STEP, LARGEST_HEAD
 
-__all__ = ["FLOATS", "LARGEST_HEAD", "Format", "check_positions", "format_of", "table_of"]
-
-# elements of a head's row; two halves of at most 128 are what kernels hold
-LARGEST_HEAD = 256
+__all__ = [
+    "FLOATS", "Format", "check_codes", "check_head", "check_positions", "check_scales", "format_of", "in_units",
+    "table_of",
+]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -74,6 +75,41 @@ def format_of(codes: Tensor, meta: Tensor | None, heads: int, d: int) -> Format:
     if meta.stride(-1) != 1:
         raise ValueError(f"meta has strides {list(meta.stride())}; expected 1 in the last dimension")
     return found
+
+
+def check_head(d: int) -> None:
+    """Refuse heads whose rows kernels do not read. Raises ValueError."""
+    if d % HEAD_STEP:
+        raise ValueError(f"head_dim is {d}; expected a multiple of {HEAD_STEP}")
+
+
+def check_scales(form: Format, k_scale: float, v_scale: float) -> None:
+    """Refuse scales that are not positive numbers, or are given with codes that have none. Raises ValueError."""
+    for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
+        if scale != 1.0 and not form.top:
+            raise ValueError(f"{name} is {scale} with a cache of {form.name}; only FP8 codes have one scale for all")
+        if not 0 < scale < float("inf"):
+            raise ValueError(f"{name} is {scale}; expected a positive number")
+
+
+def check_codes(codes: Tensor, unit: int) -> None:
+    """Refuse codes whose rows do not begin where vectors do, multiples of `unit` apart. Raises ValueError."""
+    if not _in_units(codes, unit):
+        raise ValueError(
+            f"codes have strides {list(codes.stride())} at address {codes.data_ptr():#x}; expected multiples of {unit}"
+            " elements at a multiple of 16 bytes"
+        )
+
+
+def in_units(x: Tensor, unit: int) -> Tensor:
+    """Rows [.., d] as kernels read them: x, or a copy where its strides are no multiples of `unit`."""
+    if x.stride(-1) == 1 and _in_units(x, unit):
+        return x
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+def _in_units(x: Tensor, unit: int) -> bool:
+    return unit_of(x.stride()[:-1], x, unit=unit) == unit
 
 
 def check_positions(positions: Tensor, batch: int, tokens: int) -> None:

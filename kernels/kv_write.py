@@ -9,7 +9,16 @@ import torch
 from torch import Tensor
 
 from mtplab.kernels import kv_reference
-from mtplab.kernels.kv_layout import FLOATS, check_positions, format_of, table_of
+from mtplab.kernels.kv_layout import (
+    FLOATS,
+    check_codes,
+    check_head,
+    check_positions,
+    check_scales,
+    format_of,
+    in_units,
+    table_of,
+)
 from mtplab.kernels.launch import check, chosen, interpreted
 
 __all__ = ["write_kv"]
@@ -28,9 +37,11 @@ def write_kv(
     """Encode rows of K and V and store them in place, in one launch.
 
     Args:
-        k, v: [b, t, h_kv, d], BF16, FP16 or FP32 (both the same), rows contiguous, d even and at most 256.
+        k, v: [b, t, h_kv, d], BF16, FP16 or FP32 (both the same), d at most 256: a multiple of 16 for the kernel,
+            as attention wants it, and even for the reference.
         codes: the cache [2, pages, h_kv, page_size, d'], which is what `kv_layout.py` says; its dtype and d' say how
             rows are stored: uint8 with d' = d is INT8, with d' = d/2 INT4; E4M3 or E5M2; BF16, FP16 or FP32 is a cast.
+            For the kernel rows begin at multiples of 8 elements, the first at one of 16 bytes.
         meta: [2, pages, h_kv, page_size, 2], BF16, FP16 or FP32: scale and zero of each row of an integer cache; None
             for the others.
         positions: [b, t] int64, the slot of each token. Two tokens of a sequence at one slot race.
@@ -48,27 +59,26 @@ def write_kv(
     form = format_of(codes, meta, heads, d)
     check_positions(positions, b, t)
     table = table_of(table, codes, b)
-    for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
-        if scale != 1.0 and not form.top:
-            raise ValueError(f"{name} is {scale} with a cache of {form.name}; only FP8 codes have one scale for all")
-        if not 0 < scale < float("inf"):
-            raise ValueError(f"{name} is {scale}; expected a positive number")
+    check_scales(form, k_scale, v_scale)
     if chosen(k.device) == "reference":
         kv_reference.write(k, v, codes, meta, positions, table, form, (k_scale, v_scale))
         return
     interpreted()
-    from mtplab.kernels.kv_write_jit import half_block, rows_of, write_rows
+    from mtplab.kernels.kv_write_jit import UNIT, block_of, rows_of, write_rows
 
-    k = k if k.stride(3) == 1 else k.contiguous()
-    v = v if v.stride(3) == 1 else v.contiguous()
-    rows, block_h = b * t * heads, half_block(d)
+    check_head(d)
+    check_codes(codes, UNIT)
+    k, v = in_units(k, UNIT), in_units(v, UNIT)
+    rows, block_h = b * t * heads, block_of(d)
     if rows:
         write_rows[(-(-rows // rows_of(block_h)), 2)](
-            k, v, codes, meta, positions, table, rows, t, heads, d // 2,
-            codes.shape[3], table.shape[1], codes.shape[1], *k.stride()[:3], *v.stride()[:3],
-            *codes.stride()[:4], *(meta.stride()[:4] if meta is not None else (0, 0, 0, 0)),
+            k, v, codes, meta, positions, table, rows, t, heads, d // 2 // UNIT,
+            codes.shape[3], table.shape[1], codes.shape[1],
+            *(stride // UNIT for x in (k, v) for stride in x.stride()[:3]),
+            *(stride // UNIT for stride in codes.stride()[:4]),
+            *(meta.stride()[:4] if meta is not None else (0, 0, 0, 0)),
             *positions.stride(), table.stride(0), float(k_scale), float(v_scale),
-            LEVELS=form.levels, PACKED=form.packed, TOP=form.top,
+            UNIT=UNIT, LEVELS=form.levels, PACKED=form.packed, TOP=form.top,
             META_TOP=torch.finfo(meta.dtype if meta is not None else torch.float32).max,
             BLOCK_M=rows_of(block_h), BLOCK_H=block_h, num_warps=4, num_stages=1,
         )  # fmt: skip

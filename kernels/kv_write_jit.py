@@ -11,20 +11,26 @@ import triton
 import triton.language as tl
 
 from mtplab.kernels.quantize_jit import nearest_float8
+from mtplab.kernels.sizes import HEADS, half_block
 from mtplab.kernels.targets import Target
-from mtplab.kernels.variants import Variant
+from mtplab.kernels.variants import Variant, integers, with_large
 
-__all__ = ["half_block", "rows_of", "variants", "write_rows"]
+__all__ = ["UNIT", "block_of", "rows_of", "variants", "write_rows"]
 
-# numbers that differ from launch to launch, or matter to no vector load: not worth compiling anew for
+# What strides of rows are multiples of, in elements: what a thread takes of each half.
+UNIT = 8
+
+# numbers that differ from launch to launch, none of which is worth compiling anew for
 _NUMBERS = [
-    "rows", "tokens", "heads", "page_size", "table_width", "pool",
+    "rows", "tokens", "heads", "half", "page_size", "table_width", "pool",
+    "k_stride_b", "k_stride_t", "k_stride_h", "v_stride_b", "v_stride_t", "v_stride_h",
+    "code_stride_kv", "code_stride_page", "code_stride_h", "code_stride_slot",
     "meta_stride_kv", "meta_stride_page", "meta_stride_h", "meta_stride_slot",
     "position_stride_b", "position_stride_t", "table_stride",
 ]  # fmt: skip
 
 
-@triton.jit(do_not_specialize=_NUMBERS)
+@triton.jit(do_not_specialize=_NUMBERS, do_not_specialize_on_alignment=["p_meta", "p_position", "p_table"])
 def write_rows(
     p_k,
     p_v,
@@ -45,12 +51,12 @@ def write_rows(
     v_stride_b,
     v_stride_t,
     v_stride_h,
-    code_stride_kv,
-    code_stride_page,
+    code_stride_kv: tl.int64,
+    code_stride_page: tl.int64,
     code_stride_h,
     code_stride_slot,
-    meta_stride_kv,
-    meta_stride_page,
+    meta_stride_kv: tl.int64,
+    meta_stride_page: tl.int64,
     meta_stride_h,
     meta_stride_slot,
     position_stride_b,
@@ -58,6 +64,7 @@ def write_rows(
     table_stride,
     k_scale,
     v_scale,
+    UNIT: tl.constexpr,
     LEVELS: tl.constexpr,
     PACKED: tl.constexpr,
     TOP: tl.constexpr,
@@ -69,7 +76,9 @@ def write_rows(
 
     Program (i, 0) writes BLOCK_M of the b·t·h_kv rows of K, program (i, 1) of V. A row is held as two halves of d/2
     values in blocks of BLOCK_H, as PACKED stores it. Rows whose position or page is outside the cache are left out.
+    `half` and the strides of k, v and codes are in units of UNIT elements.
     """
+    half = half * UNIT
     o_m = (tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
     i_kv = tl.program_id(1)
     o_head = o_m % heads
@@ -87,16 +96,19 @@ def write_rows(
     m_h = tl.broadcast_to((o_h < half)[None, :], (BLOCK_M, BLOCK_H))
     mask = m_m[:, None] & m_h
     if i_kv == 0:
-        p_row = p_k + (o_batch * k_stride_b + o_token * k_stride_t + o_head * k_stride_h)[:, None] + o_h[None, :]
+        o_row = (o_batch * k_stride_b + o_token * k_stride_t + o_head * k_stride_h) * UNIT
+        p_row = p_k + o_row[:, None] + o_h[None, :]
         b_first = tl.load(p_row, mask, other=0.0)
         b_second = tl.load(p_row + half, mask, other=0.0)
     else:
-        p_row = p_v + (o_batch * v_stride_b + o_token * v_stride_t + o_head * v_stride_h)[:, None] + o_h[None, :]
+        o_row = (o_batch * v_stride_b + o_token * v_stride_t + o_head * v_stride_h) * UNIT
+        p_row = p_v + o_row[:, None] + o_h[None, :]
         b_first = tl.load(p_row, mask, other=0.0)
         b_second = tl.load(p_row + half, mask, other=0.0)
-    o_slot = b_slot % page_size
-    p_out = p_code + i_kv * code_stride_kv
-    p_out += (b_page * code_stride_page + o_head * code_stride_h + o_slot * code_stride_slot)[:, None] + o_h[None, :]
+    # 64 bits: in a cache laid out token by token a slot's offset alone may pass 2^31
+    o_slot = (b_slot % page_size).to(tl.int64)
+    o_code = (b_page * code_stride_page + o_head * code_stride_h + o_slot * code_stride_slot) * UNIT
+    p_out = p_code + i_kv * (code_stride_kv * UNIT) + o_code[:, None] + o_h[None, :]
     if LEVELS > 0:
         b_first, b_second = b_first.to(tl.float32), b_second.to(tl.float32)
         b_low = tl.min(tl.where(m_h, tl.minimum(b_first, b_second), float("inf")), axis=1)
@@ -147,9 +159,9 @@ def _level(b_x, b_scale, b_zero, b_tie, LEVELS: tl.constexpr):
     return b_code.to(tl.int32)
 
 
-def half_block(d: int) -> int:
-    """BLOCK_H for rows of d values: d/2 up to a power of two, at least 32."""
-    return max(32, 1 << (d // 2 - 1).bit_length())
+def block_of(d: int) -> int:
+    """BLOCK_H for rows of d values. Of shorter rows some lanes idle: no more bytes are read, nor waited for longer."""
+    return max(64, half_block(d))
 
 
 def rows_of(block_h: int) -> int:
@@ -163,23 +175,22 @@ def variants(target: Target) -> list[Variant]:
     stores = [(x, None, 0, 0.0) for x in tops]  # codes, meta, levels, top
     stores += [("fp8e4nv", None, 0, 448.0), ("fp8e5", None, 0, 57344.0)]
     stores += [("u8", meta, levels, 0.0) for levels in (255, 15) for meta in tops]
-    strides = [name for name in write_rows.arg_names if "_stride" in name]
-    return [
+    found = [
         Variant(
             write_rows,
             f"{x}→{ {255: 'int8', 15: 'int4'}.get(levels, code)}{f' meta {meta}' if meta else ''} d≤{2 * block_h}",
             {
                 "p_k": f"*{x}", "p_v": f"*{x}", "p_code": f"*{code}", "p_position": "*i64", "p_table": "*i32",
                 **({"p_meta": f"*{meta}"} if meta else {}),
-                **dict.fromkeys(("rows", "tokens", "heads", "half", "page_size", "table_width", "pool"), "i32"),
-                **dict.fromkeys(strides, "i64"), "k_scale": "fp32", "v_scale": "fp32",
+                **integers(write_rows, _NUMBERS), "k_scale": "fp32", "v_scale": "fp32",
             },
             {
-                **({} if meta else {"p_meta": None}), "LEVELS": levels, "PACKED": levels == 15, "TOP": top,
-                "META_TOP": tops[meta or "fp32"], "BLOCK_M": rows_of(block_h), "BLOCK_H": block_h,
+                **({} if meta else {"p_meta": None}), "UNIT": UNIT, "LEVELS": levels, "PACKED": levels == 15,
+                "TOP": top, "META_TOP": tops[meta or "fp32"], "BLOCK_M": rows_of(block_h), "BLOCK_H": block_h,
             },
-            divisible=("p_k", "p_v", "p_code", "p_position", "p_table", *(("p_meta",) if meta else ())),
+            divisible=("p_k", "p_v", "p_code"),
             quick=(x, levels, meta, block_h) == ("bf16", 15, "bf16", 64),
         )
-        for (code, meta, levels, top), x, block_h in itertools.product(stores, tops, (32, 64, 128))
+        for (code, meta, levels, top), x, block_h in itertools.product(stores, tops, sorted(set(map(block_of, HEADS))))
     ]  # fmt: skip
+    return with_large(found, target, ("p_code",))

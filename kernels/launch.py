@@ -6,11 +6,13 @@ Knows no kernel. Nothing here needs a GPU.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from functools import cache
 
 import torch
 
 from mtplab.kernels.targets import TARGETS, Target
+from mtplab.kernels.variants import UNITS
 
 __all__ = [
     "CHOICES",
@@ -21,7 +23,9 @@ __all__ = [
     "interpreted",
     "processors",
     "reason",
+    "step",
     "target",
+    "unit_of",
 ]
 
 # what activations, queries and caches are computed in
@@ -117,6 +121,22 @@ def _architecture(device: torch.device) -> tuple[str, Target | None]:
 def processors(device: torch.device) -> int:
     """Multiprocessors (compute units) of the device; an H100's 132 for a CPU."""
     return 132 if device.type == "cpu" else torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def step(x: torch.Tensor | None) -> int:
+    """Elements from one row to the next; 0 of nothing. torch lets the stride of a single row be any number."""
+    if x is None:
+        return 0
+    return x.stride(-2) if x.shape[-2] > 1 else x.shape[-1]
+
+
+def unit_of(sizes: Iterable[int], *tensors: torch.Tensor, unit: int = UNITS[0]) -> int:
+    """What a kernel gets sizes and strides in: `unit`, or 1 where one of them is no multiple of it.
+
+    The tensors must lie at multiples of 16 bytes too.
+    """
+    fits = all(size % unit == 0 for size in sizes) and all(x.data_ptr() % 16 == 0 for x in tensors)
+    return unit if fits else 1
 
 
 def check(name: str, x: torch.Tensor, shape: tuple[int | None, ...], dtypes: tuple[torch.dtype, ...]) -> None:

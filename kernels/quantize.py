@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import torch
 
-from mtplab.kernels.fp8_reference import ACTIVATION_AMAX_FLOOR, quantize_activation
-from mtplab.kernels.launch import FLOATS, check, chosen, interpreted
+from mtplab.kernels.fp8_reference import quantize_activation
+from mtplab.kernels.launch import FLOATS, check, chosen, interpreted, step, unit_of
 
 __all__ = ["quantize"]
 
@@ -46,7 +46,7 @@ def quantize(
         codes, scale = quantize_activation(x, group or k, dtype, power_of_two)
         return codes, scale.t().contiguous().t() if scale_by_group else scale
     interpreted()
-    from mtplab.kernels.quantize_jit import GROUP, TOKEN_BLOCK, quantize_rows, rows_for
+    from mtplab.kernels.quantize_jit import GROUP, constants, quantize_rows, rows_for
 
     if x.stride(1) != 1:
         x = x.contiguous()
@@ -55,11 +55,11 @@ def quantize(
     scale = torch.empty((groups, m) if scale_by_group else (m, groups), dtype=torch.float32, device=x.device)
     scale = scale.t() if scale_by_group else scale
     rows = 1 if group is None else rows_for(m)
+    unit = unit_of((k, step(x)), x)
     if m:
         quantize_rows[(-(-m // rows), groups)](
-            x, codes, scale, m, k, x.stride(0), codes.stride(0), scale.stride(0), scale.stride(1),
-            TOP=torch.finfo(dtype).max, FLOOR=ACTIVATION_AMAX_FLOOR, POWER_OF_TWO=power_of_two,
-            BLOCK_M=rows, BLOCK_K=TOKEN_BLOCK if group is None else GROUP, WHOLE=group is None,
+            x, codes, scale, m, k // unit, step(x) // unit, *scale.stride(), int(power_of_two),
+            **constants(unit, rows, torch.finfo(dtype).max, group is None), WHOLE=group is None,
             num_warps=4, num_stages=1,
         )  # fmt: skip
     return codes, scale

@@ -11,16 +11,22 @@ import triton
 import triton.language as tl
 
 from mtplab.kernels.targets import Target
-from mtplab.kernels.variants import Variant
+from mtplab.kernels.variants import UNITS, Variant, integers
 
-__all__ = ["GROUP", "TOKEN_BLOCK", "codes_of", "nearest_float8", "quantize_rows", "rows_for", "variants"]
+__all__ = [
+    "GROUP", "TOKEN_BLOCK", "codes_of", "constants", "nearest_float8", "quantize_rows", "rows_for", "scale_of",
+    "variants",
+]  # fmt: skip
 
 GROUP = 128  # columns that share a scale
 # columns of one token that a program holds at a time when a token has one scale
 TOKEN_BLOCK = 2048
 
+# what changes as a batch drains, or from one layer to the next, must not compile a kernel anew
+_NUMBERS = ["m", "k", "x_stride", "scale_stride_m", "scale_stride_g", "power_of_two"]
 
-@triton.jit
+
+@triton.jit(do_not_specialize=_NUMBERS, do_not_specialize_on_alignment=["p_scale"])
 def quantize_rows(
     p_x,
     p_code,
@@ -28,28 +34,29 @@ def quantize_rows(
     m,
     k,
     x_stride,
-    code_stride,
     scale_stride_m,
     scale_stride_g,
+    power_of_two,
+    UNIT: tl.constexpr,
     TOP: tl.constexpr,
     FLOOR: tl.constexpr,
-    POWER_OF_TWO: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
     WHOLE: tl.constexpr,
 ):
-    """x [m, k] → codes [m, k] and float32 scales [m, groups].
+    """x [m, k] → codes [m, k], contiguous, and float32 scales [m, groups]; k and x_stride are in UNITs of elements.
 
     One program quantises BLOCK_M rows of one group of BLOCK_K columns or, with WHOLE, all columns of the rows, of which
     it reads those past the first BLOCK_K twice. A row's result depends on that row only. scale = max(amax, FLOOR) /
-    TOP, rounded up to a power of two if asked; a NaN anywhere makes its group NaN.
+    TOP, rounded up to a power of two where power_of_two is not 0; a NaN anywhere makes its group NaN.
     """
+    k = k * UNIT
     o_m = (tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
-    i_g = tl.program_id(1)
-    o_k = i_g * BLOCK_K + tl.arange(0, BLOCK_K)
+    i_g = tl.program_id(1).to(tl.int64)
+    o_k = tl.program_id(1) * BLOCK_K + tl.arange(0, BLOCK_K)
     m_m = o_m < m
-    p_rows = p_x + o_m[:, None] * x_stride
-    p_codes = p_code + o_m[:, None] * code_stride
+    p_rows = p_x + o_m[:, None] * (x_stride.to(tl.int64) * UNIT)
+    p_codes = p_code + o_m[:, None] * k
     # [BLOCK_M, BLOCK_K]
     mask = m_m[:, None] & (o_k < k)[None, :]
     b_x = tl.load(p_rows + o_k[None, :], mask, other=0.0).to(tl.float32)
@@ -61,13 +68,7 @@ def quantize_rows(
             b_more = b_more.to(tl.float32)
             b_amax = tl.maximum(b_amax, tl.max(tl.abs(b_more), axis=1))
             b_nan = tl.maximum(b_nan, tl.max((b_more != b_more).to(tl.int32), axis=1))
-    b_scale = tl.div_rn(tl.maximum(b_amax, FLOOR), TOP)
-    if POWER_OF_TWO:
-        # the exponent, one more where the mantissa is not zero: 2^ceil(log2 scale) without a logarithm's rounding
-        b_bits = b_scale.to(tl.int32, bitcast=True)
-        b_exponent = (b_bits >> 23) + ((b_bits & 0x7FFFFF) != 0).to(tl.int32)
-        b_scale = (b_exponent << 23).to(tl.float32, bitcast=True)
-    b_scale = tl.where(b_nan > 0, float("nan"), b_scale)
+    b_scale = scale_of(b_amax, b_nan, power_of_two, TOP, FLOOR)
     tl.store(p_scale + o_m * scale_stride_m + i_g * scale_stride_g, b_scale, m_m)
     tl.store(p_codes + o_k[None, :], codes_of(b_x, b_scale, TOP, p_code.dtype.element_ty), mask)
     if WHOLE:
@@ -76,6 +77,17 @@ def quantize_rows(
             b_more = tl.load(p_rows + start + o_k[None, :], more, other=0.0).to(tl.float32)
             b_code = codes_of(b_more, b_scale, TOP, p_code.dtype.element_ty)
             tl.store(p_codes + start + o_k[None, :], b_code, more)
+
+
+@triton.jit
+def scale_of(b_amax, b_nan, power_of_two, TOP: tl.constexpr, FLOOR: tl.constexpr):
+    """Scales [BLOCK_M] of groups with these largest magnitudes and, where b_nan is above 0, a NaN among them."""
+    b_scale = tl.div_rn(tl.maximum(b_amax, FLOOR), TOP)
+    # the exponent, one more where the mantissa is not zero: 2^ceil(log2 scale) without a logarithm's rounding
+    b_bits = b_scale.to(tl.int32, bitcast=True)
+    b_exponent = (b_bits >> 23) + ((b_bits & 0x7FFFFF) != 0).to(tl.int32)
+    b_scale = tl.where(power_of_two != 0, (b_exponent << 23).to(tl.float32, bitcast=True), b_scale)
+    return tl.where(b_nan > 0, float("nan"), b_scale)
 
 
 @triton.jit
@@ -115,6 +127,13 @@ def rows_for(m: int) -> int:
     return 1 if m <= 64 else 8
 
 
+def constants(unit: int, rows: int, top: float, whole: bool = False) -> dict[str, int | float]:
+    """What `quantize_rows` and `silu_quantize` are compiled with."""
+    return {
+        "UNIT": unit, "TOP": top, "FLOOR": 1e-6, "BLOCK_M": rows, "BLOCK_K": TOKEN_BLOCK if whole else GROUP,
+    }  # fmt: skip
+
+
 def variants(target: Target) -> list[Variant]:
     """Every choice that `quantize.py` can make on the target."""
     rows = [(False, 1), (False, 8), (True, 1)]  # whole token or group, rows of a program
@@ -122,17 +141,11 @@ def variants(target: Target) -> list[Variant]:
     return [
         Variant(
             quantize_rows,
-            f"{'token' if whole else 'group'} {m}×{x}→{code}{' ue8m0' if power else ''}",
-            {
-                "p_x": f"*{x}", "p_code": f"*{code}", "p_scale": "*fp32", "m": "i32", "k": "i32",
-                "x_stride": "i64", "code_stride": "i64", "scale_stride_m": "i64", "scale_stride_g": "i64",
-            },
-            {
-                "TOP": target.top(code), "FLOOR": 1e-6, "POWER_OF_TWO": power, "BLOCK_M": m,
-                "BLOCK_K": TOKEN_BLOCK if whole else GROUP, "WHOLE": whole,
-            },
-            divisible=("p_x", "p_code", "p_scale"),
-            quick=(whole, m, power, x, code) == (False, 8, False, "bf16", target.e4m3),
+            f"{'token' if whole else 'group'} {m}×{x}→{code}{' unaligned' if unit == 1 else ''}",
+            {"p_x": f"*{x}", "p_code": f"*{code}", "p_scale": "*fp32", **integers(quantize_rows, _NUMBERS)},
+            {**constants(unit, m, target.top(code), whole), "WHOLE": whole},
+            divisible=("p_x", "p_code"),
+            quick=(whole, m, x, code, unit) == (False, 8, "bf16", target.e4m3, 16),
         )
-        for (whole, m), power, x, code in itertools.product(rows, (False, True), sources, codes)
-    ]  # fmt: skip
+        for (whole, m), unit, x, code in itertools.product(rows, UNITS, sources, codes)
+    ]

@@ -10,14 +10,18 @@ import itertools
 import triton
 import triton.language as tl
 
-from mtplab.kernels.quantize_jit import GROUP, codes_of
+from mtplab.kernels.quantize_jit import codes_of, constants, scale_of
 from mtplab.kernels.targets import Target
-from mtplab.kernels.variants import Variant
+from mtplab.kernels.variants import UNITS, Variant, integers
 
 __all__ = ["silu_quantize", "variants"]
 
 
-@triton.jit
+# `quantize_jit.py` says why
+_NUMBERS = ["m", "k", "h_stride", "scale_stride_m", "scale_stride_g", "power_of_two"]
+
+
+@triton.jit(do_not_specialize=_NUMBERS, do_not_specialize_on_alignment=["p_scale"])
 def silu_quantize(
     p_h,
     p_code,
@@ -25,9 +29,10 @@ def silu_quantize(
     m,
     k,
     h_stride,
-    code_stride,
     scale_stride_m,
     scale_stride_g,
+    power_of_two,
+    UNIT: tl.constexpr,
     TOP: tl.constexpr,
     FLOOR: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -35,22 +40,24 @@ def silu_quantize(
 ):
     """h [m, 2 · k], gate then up → codes [m, k] and float32 scales [m, ceil(k / BLOCK_K)] of silu(gate) · up.
 
-    One program takes BLOCK_M rows of one group of BLOCK_K columns; a row's result depends on that row only.
+    One program takes BLOCK_M rows of one group of BLOCK_K columns; a row's result depends on that row only. Scales are
+    rounded up to powers of two where power_of_two is not 0. k and h_stride are in units of UNIT elements.
     """
+    k = k * UNIT
     o_m = (tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
-    i_g = tl.program_id(1)
-    o_k = i_g * BLOCK_K + tl.arange(0, BLOCK_K)
+    i_g = tl.program_id(1).to(tl.int64)
+    o_k = tl.program_id(1) * BLOCK_K + tl.arange(0, BLOCK_K)
     # [BLOCK_M, BLOCK_K]
     mask = (o_m < m)[:, None] & (o_k < k)[None, :]
-    p_gate = p_h + o_m[:, None] * h_stride + o_k[None, :]
+    p_gate = p_h + o_m[:, None] * (h_stride.to(tl.int64) * UNIT) + o_k[None, :]
     b_gate = tl.load(p_gate, mask, other=0.0).to(tl.float32)
     b_up = tl.load(p_gate + k, mask, other=0.0).to(tl.float32)
     b_x = b_gate / (1.0 + tl.exp(-b_gate)) * b_up
-    b_scale = tl.div_rn(tl.maximum(tl.max(tl.abs(b_x), axis=1), FLOOR), TOP)
-    b_scale = tl.where(tl.max((b_x != b_x).to(tl.int32), axis=1) > 0, float("nan"), b_scale)
+    b_nan = tl.max((b_x != b_x).to(tl.int32), axis=1)
+    b_scale = scale_of(tl.max(tl.abs(b_x), axis=1), b_nan, power_of_two, TOP, FLOOR)
     tl.store(p_scale + o_m * scale_stride_m + i_g * scale_stride_g, b_scale, o_m < m)
     b_code = codes_of(b_x, b_scale, TOP, p_code.dtype.element_ty)
-    tl.store(p_code + o_m[:, None] * code_stride + o_k[None, :], b_code, mask)
+    tl.store(p_code + o_m[:, None] * k + o_k[None, :], b_code, mask)
 
 
 def variants(target: Target) -> list[Variant]:
@@ -58,14 +65,11 @@ def variants(target: Target) -> list[Variant]:
     return [
         Variant(
             silu_quantize,
-            f"{rows}×{h}→{target.e4m3}",
-            {
-                "p_h": f"*{h}", "p_code": f"*{target.e4m3}", "p_scale": "*fp32", "m": "i32", "k": "i32",
-                "h_stride": "i32", "code_stride": "i32", "scale_stride_m": "i32", "scale_stride_g": "i32",
-            },
-            {"TOP": target.top(target.e4m3), "FLOOR": 1e-6, "BLOCK_M": rows, "BLOCK_K": GROUP},
-            divisible=("p_h", "p_code", "p_scale", "k", "h_stride", "code_stride"),
-            quick=(rows, h) == (8, "bf16"),
+            f"{rows}×{h}→{target.e4m3}{' unaligned' if unit == 1 else ''}",
+            {"p_h": f"*{h}", "p_code": f"*{target.e4m3}", "p_scale": "*fp32", **integers(silu_quantize, _NUMBERS)},
+            constants(unit, rows, target.top(target.e4m3)),
+            divisible=("p_h", "p_code"),
+            quick=(rows, h, unit) == (8, "bf16", 16),
         )
-        for rows, h in itertools.product((1, 8), ("bf16", "fp16", "fp32"))
-    ]  # fmt: skip
+        for rows, unit, h in itertools.product((1, 8), UNITS, ("bf16", "fp16", "fp32"))
+    ]

@@ -13,6 +13,7 @@ from typing import Annotated
 
 import typer
 
+from mtplab.cli_audit import audit
 from mtplab.cli_common import ReaderGone, note, warnings_as_notes
 from mtplab.cli_doctor import doctor
 from mtplab.cli_generate import generate
@@ -31,6 +32,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
 )
 app.command(short_help="Run prompts and see what was accepted.")(generate)
+app.command(short_help="What is in a checkpoint, what is wrong with it, what engines make of it.")(audit)
 app.command(short_help="Acceptance by depth, cache policy and exclusions; kept and read back.")(sweep)
 app.command(short_help="Execute a notebook, write it as one HTML file.")(report)
 app.command(short_help="Write a checkpoint anew: to FP8, to BF16, in another layout.")(quantize)

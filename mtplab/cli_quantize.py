@@ -139,6 +139,8 @@ def _report(written: Written, read: int, seconds: float) -> None:
         by_reason.setdefault(why, []).append(name)
     for why, found in by_reason.items():
         say(f"left out    {len(found)} tensors{_some(found)}: {why}")
+    if written.engines:
+        say(f"engines     {written.engines}")
     if written.files_left:
         say(f"not copied  {', '.join(written.files_left)}")
 
@@ -159,6 +161,7 @@ def _plain(written: Written, read: int, seconds: float) -> dict[str, object]:
         "fp8": [module.name for module in written.plan.modules if module.weight == "fp8"],
         "kept": list(written.kept),
         "left": written.left,
+        "engines": written.engines,
         "files_left": list(written.files_left),
         "warnings": [*written.warnings, *written.plan.warnings],
         "resumed_shards": written.resumed,

@@ -130,7 +130,7 @@ def test_the_published_layout_is_written(tmp_path: Path, shards: int) -> None:
     assert made.config["quantization_config"] == {
         "quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128],
         "modules_to_not_convert": [
-            "model.embed_tokens", "model.layers.0.linear_attn.in_proj_a", "lm_head", "mtp.fc",
+            "model.layers.0.linear_attn.in_proj_a", "lm_head", "mtp.fc", "model.embed_tokens",
         ],
     }  # fmt: skip
     assert [file.name for file in made.files.shards] == [file.name for file in source.files.shards]

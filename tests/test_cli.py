@@ -120,6 +120,9 @@ def test_version(command):
                 ("--results", "'--results': an empty path"),
             )
         ],
+        (["generate", "{tiny}", "--prompt", "caf\udce9"], "prompt 0 is not valid UTF-8: byte 0xe9 at character 3"),
+        (["generate", "/no/caf\udce9", "--prompt", "a"], r"/no/caf\xe9: expected a checkpoint folder"),
+        (["sweep", "{tiny}", "--exclude", "m\udce9"], "which is not valid UTF-8: byte 0xe9 at character 1"),
         (["report", "/no/such.ipynb"], "/no/such.ipynb"),
         (["report", "x.ipynb", "-p", "3", "4"], "-p '3=4'"),
         (["report", "x.ipynb", "--execution-timeout", "0"], "--execution-timeout is 0"),
@@ -146,7 +149,7 @@ def test_without_a_command_the_help_is_on_stderr(capsys):
 @pytest.mark.parametrize(
     ("problem", "code", "says"),
     [
-        (MtplabError("it did not work\nat all"), 1, "mtplab: it did not work at all\n"),
+        (MtplabError("it did not work\nat all"), 1, "mtplab: it did not work\\nat all\n"),
         (ConfigError("no\x1b[31mred"), 2, "mtplab: no\\x1b[31mred\n"),
         (RuntimeError("boom"), 1, "mtplab: RuntimeError: boom (unexpected; MTPLAB_DEBUG=1 shows where)\n"),
         (KeyboardInterrupt(), 1, "mtplab: stopped\n"),

@@ -6,11 +6,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from kernel_tools import interpreted, poisoned, relative_error
+from kernel_tools import interpreted, poisoned, relative_error, vast
 from mtplab.kernels import attention, attention_reference
 from mtplab.kernels.attention import attend_cache
 from mtplab.kernels.kv_layout import format_of
 from mtplab.kernels.kv_write import write_kv
+from mtplab.kernels.targets import TARGETS
 from mtplab.models.attend import attend, attention_bias
 from mtplab.models.cache import KVCache, slot_base, slot_index
 from mtplab.quant.kv_codec import CODECS
@@ -97,11 +98,11 @@ def test_head_dims(d, policy):
     check(policy, [50], 2, 4, 2, d, BF16)
 
 
-@pytest.mark.parametrize("family", ["hopper", "cdna3", "cdna4"])
+@pytest.mark.parametrize("gpu", ["sm_89", "gfx942", "gfx950"])
 @pytest.mark.parametrize("t", [1, 5])
-def test_tiles_of_other_gpus(family, t, monkeypatch):
-    """The interpreter takes the tiles of "ada"; of these CDNA3 also rounds to BF16 in its own way, and has no mask."""
-    monkeypatch.setattr(attention, "_family", lambda device: family)
+def test_tiles_of_other_gpus(gpu, t, monkeypatch):
+    """The interpreter takes the tiles of sm_90; of these CDNA3 also rounds to BF16 in its own way, and has no mask."""
+    monkeypatch.setattr(attention, "target", lambda device: TARGETS[gpu])
     for policy in ("int8", "none"):
         check(policy, [70, 3 + t], t, 4, 1, 64, BF16)
         check(policy, [40], t, 4, 1, 256, BF16)
@@ -112,8 +113,8 @@ def test_tiles_of_other_gpus(family, t, monkeypatch):
 def test_cdna3_converts_as_others_do(policy, dtype, monkeypatch):
     """Bit for bit, as the tile is the same for heads of 128; and a NaN that is seen shows there too."""
     results = []
-    for family in ("cdna3", "cdna4"):
-        monkeypatch.setattr(attention, "_family", lambda device, family=family: family)
+    for gpu in ("gfx942", "gfx950"):
+        monkeypatch.setattr(attention, "target", lambda device, gpu=gpu: TARGETS[gpu])
         codes, meta, table = filled(policy, [150], 1, 128, dtype)
         if policy == "fp8_e4m3":  # every code but NaN
             every = torch.arange(256, dtype=torch.int16).to(torch.uint8)
@@ -197,6 +198,16 @@ def test_the_engines_cache_is_attended_as_the_engine_does(policy):
     assert relative_error(got, expected) < ERROR[FP32]
 
 
+def test_slots_that_lie_more_than_32_bits_apart():
+    """Slot 8 begins 2^34 elements after slot 0 in the codes and 2^31 in meta, as in pools laid out token by token."""
+    near, near_meta, table = filled("int8", [9], 1, 64, BF16)
+    codes = vast(2, 1, 1, 9, 64, dtype=torch.uint8, stride=(64, 0, 128, 2**31, 1)).copy_(near)
+    meta = vast(2, 1, 1, 9, 2, dtype=BF16, stride=(2, 0, 4, 2**28, 1)).copy_(near_meta)
+    q, positions = queries(1, 1, 2, 64, BF16), torch.tensor([[8]])
+    expected = attend_cache(q, near, near_meta, positions, table)
+    assert torch.equal(attend_cache(q, codes, meta, positions, table), expected)
+
+
 # what a result may depend on
 
 
@@ -246,7 +257,7 @@ def test_decoding_and_verification_agree(most):
 
 def test_a_query_that_sees_nothing_gets_zeros():
     codes, meta, table = filled("int8", [70, 70], 1, 64, BF16)
-    q, positions = queries(2, 2, 2, 64, BF16), torch.tensor([[-1, 69], [-1, -5]])
+    q, positions = queries(2, 2, 2, 64, BF16), torch.tensor([[-1, 69], [-(2**32), -5]])
     expected = expected_of(q, codes, meta, positions, table)
     for piece in (64, 128):
         with poisoned():
@@ -298,6 +309,9 @@ def test_no_sequences_and_the_reference_chosen(monkeypatch):
     assert relative_error(got, expected) < ERROR[BF16]
 
 
+FP8_CODES = torch.zeros(2, 1, 1, 9, 64).to(torch.float8_e4m3fn)
+
+
 @pytest.mark.parametrize(
     "change, message",
     [
@@ -308,6 +322,15 @@ def test_no_sequences_and_the_reference_chosen(monkeypatch):
         ({"codes": torch.ones(2, 1, 2, 9, 64), "meta": None}, "codes are torch.float32 and q is torch.bfloat16"),
         ({"positions": torch.zeros(1, 2).long()}, r"positions has shape \[1, 2\]; expected \[1, 1\]"),
         ({"v_scale": 2.0}, "v_scale is 2.0 with a cache of int8"),
+        ({"codes": FP8_CODES, "meta": None, "v_scale": 0.0}, "v_scale is 0.0; expected a positive number"),
+        ({"codes": FP8_CODES, "meta": None, "k_scale": float("inf")}, "k_scale is inf; expected a positive number"),
+        (
+            {
+                "codes": torch.zeros(2, 1, 1, 1, 64, dtype=torch.uint8).expand(2, 1, 1, 2**31, 64),
+                "meta": torch.zeros(2, 1, 1, 1, 2, dtype=BF16).expand(2, 1, 1, 2**31, 2),
+            },
+            "table has 1 pages of 2147483648 slots; expected at most",
+        ),
         ({"piece": 100}, "piece is 100; expected a multiple of 64"),
         ({"most_tokens": 0}, "most_tokens is 0, and q has 1 tokens"),
         ({"codes": torch.zeros(2, 1, 2, 9, 65, dtype=torch.uint8)[..., :64]}, "expected multiples of 16 elements"),

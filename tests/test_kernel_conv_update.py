@@ -7,8 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from kernel_tools import interpreted, poisoned, relative_error
-from mtplab.kernels import conv_update_jit
-from mtplab.kernels.conv_update import _WIDTHS, conv_update
+from mtplab.kernels.conv_update import conv_update
 from mtplab.kernels.delta_rule_reference import conv_reference
 from mtplab.models.layers import GatedDelta
 
@@ -85,10 +84,6 @@ def test_nothing_to_do():
     window = torch.empty(2, 3, 8)
     assert conv_update(x, state, weight, window).shape == (2, 0, 8) and torch.equal(window, state)
     assert conv_update(*inputs(0, 1, 8)).shape == (0, 1, 8)
-
-
-def test_widths_that_are_compiled():
-    assert conv_update_jit.WIDTHS == _WIDTHS
 
 
 @pytest.mark.parametrize(

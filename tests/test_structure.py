@@ -23,10 +23,12 @@ ROOMS: dict[str, set[str]] = {room: set(CHAIN[:place]) for place, room in enumer
 for _room in CHAIN[CHAIN.index("checkpoint") :]:
     ROOMS[_room].add("kernels")
 ROOMS["kernels"] = set()
+# names and configs only, and nothing that needs torch
+ROOMS["lenses"] = {"errors", "checkpoint"}
 # beside the chain: writes checkpoints, runs none
-ROOMS["convert"] = {"errors", "config", "checkpoint", "quant", "kernels"}
+ROOMS["convert"] = {"errors", "config", "checkpoint", "quant", "kernels", "lenses"}
 ROOMS["bench"] = ROOMS["report"] | {"kernels"}
-ROOMS["cli"] = set(CHAIN) | {"bench", "convert", "kernels"}
+ROOMS["cli"] = set(CHAIN) | {"bench", "convert", "kernels", "lenses"}
 
 # what the command line and a bare `import mtplab` must not wait for
 HEAVY = ("torch", "triton", "transformers", "matplotlib", "IPython", "ipywidgets", "papermill")
@@ -147,7 +149,7 @@ def test_the_check_lets_the_right_way_pass():
 
 def test_kernels_that_triton_compiles_import_no_torch():
     """What compiles ahead of time does so in a process that has no torch."""
-    light = ("targets", "variants", "gemm_tiles", "aot")
+    light = ("targets", "variants", "sizes", "gemm_tiles", "aot")
     allowed = re.compile(rf"mtplab\.kernels\.(\w+_jit|{'|'.join(light)})(\.|$)")
     for path in python_files("kernels"):
         source = path.read_text()
@@ -178,7 +180,7 @@ def run_python(code: str, cwd: Path = REPO) -> str:
 
 
 @pytest.mark.parametrize(
-    "module", ["mtplab", "mtplab.errors", "mtplab.config", "mtplab.checkpoint", "mtplab.cli"]
+    "module", ["mtplab", "mtplab.errors", "mtplab.config", "mtplab.checkpoint", "mtplab.lenses", "mtplab.cli"]
 )
 def test_import_is_light(module):
     loaded = run_python(f"import sys, {module}; print(*[m for m in {HEAVY!r} if m in sys.modules])")

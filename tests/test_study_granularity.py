@@ -7,7 +7,8 @@ import torch
 
 from mtplab import ConfigError
 from mtplab.kernels.fp8_reference import dequantize_block, quantize_activation, quantize_block
-from mtplab.study.gpus import GPUS, SHAPES, GemmShape, gpu
+from mtplab.report import roofline
+from mtplab.study.gpus import GPUS, SHAPES, GemmShape, gpu, shape_of
 from mtplab.study.granularity import GRANULARITIES, matrix_errors, rounded, with_outliers
 from mtplab.study.roofline import roof, turning_point
 
@@ -42,13 +43,53 @@ def test_finer_is_no_worse_where_channels_differ():
 
 
 def test_outliers_in_inputs_hide_behind_a_block_of_their_own():
-    spoilt = with_outliers(W, 3, 2.0**12)
+    spoilt = with_outliers(W, 3, 12)
     assert int(((spoilt / W - 2**12).abs() < 1).all(0).sum()) == 3
     x = torch.ones(4, 300)
     found = {e.granularity: e.product for e in matrix_errors(spoilt, x)}
     assert set(found) == set(GRANULARITIES) and all(0 < error < 0.1 for error in found.values())
-    with pytest.raises(ConfigError, match="columns is 301; expected 0 to 300"):
-        with_outliers(W, 301, 2.0)
+
+
+@pytest.mark.parametrize(
+    "columns, octaves, says",
+    [
+        (301, 1, "outlier columns are 301; expected a whole number from 0 to 300"),
+        ("1", 1, "outlier columns are '1'"),
+        (1.5, 1, "outlier columns are 1.5"),
+        (1, 2000, "outlier octaves are 2000; expected a number from -60 to 60"),
+        (1, -61, "outlier octaves are -61"),
+        (1, "18", "outlier octaves are '18'"),
+        (1, float("nan"), "outlier octaves are nan"),
+        (1, None, "outlier octaves are None"),
+    ],
+)
+def test_outliers_that_cannot_be_are_refused(columns, octaves, says):
+    with pytest.raises(ConfigError, match=says):
+        with_outliers(W, columns, octaves)
+
+
+def test_the_largest_outliers_stay_finite():
+    for octaves in (-60, 60, 0.5):
+        assert bool(with_outliers(W, 300, octaves).isfinite().all())
+    assert torch.equal(with_outliers(W, 300, 60), W * 2.0**60)
+
+
+@pytest.mark.parametrize("rows", ["16", 0, 2.5, True, 1 << 31, None])
+def test_rows_that_cannot_be_are_refused(rows):
+    with pytest.raises(ConfigError, match="rows m is .*; expected a whole number from 1 to"):
+        roof(SHAPES[0], rows, gpu("H200 SXM"), "fp8")
+    if rows is not None:  # a figure without a mark
+        with pytest.raises(ConfigError, match="rows m is"):
+            roofline(SHAPES[0], gpu("H200 SXM"), rows)
+
+
+@pytest.mark.parametrize("name", [["H200 SXM"], 3, "H300"])
+def test_names_outside_the_catalogue_are_refused(name):
+    for lookup in (gpu, shape_of):
+        with pytest.raises(ConfigError, match="is not in the catalogue"):
+            lookup(name)
+    with pytest.raises(ConfigError, match="granularity is"):
+        rounded(W, name)
 
 
 def test_nothing_is_lost_of_nothing():

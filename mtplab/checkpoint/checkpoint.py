@@ -7,7 +7,7 @@ import no torch; reading a value does.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
@@ -26,6 +26,7 @@ from mtplab.errors import CheckpointError, ConfigError
 if TYPE_CHECKING:
     import torch
 
+    from mtplab.checkpoint.audit import Audit
     from mtplab.checkpoint.values import ScaledWeight
 
 __all__ = ["Checkpoint", "open_checkpoint"]
@@ -184,6 +185,7 @@ class Checkpoint:
             from mtplab.checkpoint.values import read_dequantized
 
             return read_dequantized(self._pairing.pair(info))
+        self._refuse_codes(info)
         if info.dtype == "C64":
             raise CheckpointError(f"{info.file}: tensor {shown(info.name)} is complex: expected real values. Use read.")
         return self.read(info.name).float()
@@ -199,7 +201,13 @@ class Checkpoint:
         info = self.info(name)
         if self._pairing.is_quantised(info):
             return dequantized_bands(self._pairing.pair(info))
+        self._refuse_codes(info)
         return plain_bands(info)
+
+    def _refuse_codes(self, info: TensorInfo) -> None:
+        fault = self._pairing.packed_fault(info)
+        if fault is not None:
+            raise CheckpointError(fault)
 
     def pair(self, name: str) -> Pair | None:
         """The codes and the scale of an FP8 weight, or None where the tensor is not FP8.
@@ -217,9 +225,13 @@ class Checkpoint:
         """What the tensor is for: "scale" of a weight, "input scale" of activations, "KV scale", or "parameter"."""
         if self._pairing.is_scale(name):
             return "scale"
-        if self._pairing.is_input_scale(name):
+        if self.module_scaled_at_input(name) is not None:
             return "input scale"
         return "KV scale" if self.quantization is not None and name.endswith(KV_SCALE_SUFFIXES) else "parameter"
+
+    def module_scaled_at_input(self, name: str) -> str | None:
+        """The module whose activations the tensor `name` scales, or None where it is no static activation scale."""
+        return self._pairing.module_scaled_at_input(name)
 
     def kv_scales(self) -> dict[str, TensorInfo]:
         """The tensors that scale a quantised KV cache, by name: a multiplier for a layer's keys or values."""
@@ -261,3 +273,16 @@ class Checkpoint:
             model_format=model_format,
             warnings=tuple(problem.message for problem in self.problems),
         )
+
+    def look(self) -> Plan:
+        """The plan as published, with the modules that cannot be used in it as "unusable", and why as their rule."""
+        return make_plan(self.tensors, self.config, self._pairing, self.quantization, faulty=True)
+
+    def audit(self, deep: bool = False, progress: Callable[[int, int], None] | None = None) -> Audit:
+        """What is in the checkpoint, what is wrong with it, and how engines will read it (`mtplab audit`).
+
+        `deep` reads the values too; `progress` is then called with (bytes read, bytes in all).
+        """
+        from mtplab.checkpoint.audit import examine
+
+        return examine(self, deep, progress)

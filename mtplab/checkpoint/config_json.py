@@ -16,6 +16,7 @@ __all__ = [
     "SEPARATE_FILE",
     "Found",
     "find_quantization",
+    "quantization_copies",
     "read_config",
     "stored_dtype",
     "text_config",
@@ -108,3 +109,42 @@ def with_quantization(config: dict[str, Any], content: dict[str, Any] | None) ->
     if content is not None:
         made["quantization_config"] = content
     return made
+
+
+def quantization_copies(config: dict[str, Any], folder: Path) -> list[tuple[str, dict[str, Any]]]:
+    """(file, what it says under names common to all) for every place that has a quantisation config.
+
+    Common are the algorithm, the exclusions (sorted) and the KV cache's, so that ModelOpt's two files, which name them
+    differently, can be compared; auto-round's quantization_config.json is a copy of config.json's.
+    """
+    places: list[tuple[str, Any]] = []
+    for place in _PLACES:
+        value: Any = config
+        for key in place:
+            value = value.get(key) if isinstance(value, dict) else None
+        places.append((f"config.json: {'.'.join(place)}", value))
+    for name in (SEPARATE_FILE, "quantization_config.json"):
+        path = folder / name
+        try:
+            content = read_json_object(path, "a quantisation config") if os.path.lexists(path) else None
+        except CheckpointError:
+            continue
+        inner = content.get("quantization") if content is not None else None
+        places.append((name, inner if isinstance(inner, dict) else content))
+    return [(where, _common(value)) for where, value in places if isinstance(value, dict)]
+
+
+def _common(content: dict[str, Any]) -> dict[str, Any]:
+    said: dict[str, Any] = {}
+    algo = content.get("quant_algo")
+    if isinstance(algo, str):
+        said["quant_algo"] = algo.upper()
+    for key in ("weight_block_size", "group_size", "fmt", "activation_scheme"):
+        if key in content and content[key] is not None:
+            said[key] = content[key]
+    for key in ("exclude_modules", "ignore", "modules_to_not_convert", "ignored_layers"):
+        if isinstance(content.get(key), list):
+            said["exclusions"] = sorted(map(str, content[key]))
+    if "kv_cache_quant_algo" in content or "kv_cache_scheme" in content:
+        said["a quantised KV cache"] = bool(content.get("kv_cache_quant_algo") or content.get("kv_cache_scheme"))
+    return said

@@ -5,6 +5,8 @@ from __future__ import annotations
 from html import escape
 from typing import TYPE_CHECKING
 
+from mtplab.checkpoint.text_table import aligned, html_table, printable
+
 if TYPE_CHECKING:
     from mtplab.checkpoint.plan import ModulePlan, Plan
 
@@ -16,15 +18,10 @@ _COLUMNS = ("module", "part", "kind", "shape", "stored", "weight", "activation",
 _RIGHT = {"bytes", "stored bytes"}
 
 
-def _plain(text: str, limit: int = 200) -> str:
-    text = text if len(text) <= limit else text[: limit - 1] + "…"
-    return text if text.isprintable() else ascii(text)[1:-1]
-
-
 def _cells(module: ModulePlan) -> tuple[str, ...]:
     shape = "x".join(map(str, module.shape)) or "scalar"
     texts = (module.name, module.part, module.kind, shape, module.stored, module.weight, module.activation)
-    return (*map(_plain, texts), f"{module.loaded_nbytes:,}", f"{module.nbytes:,}", _plain(module.rule, 400))
+    return (*map(printable, texts), f"{module.loaded_nbytes:,}", f"{module.nbytes:,}", printable(module.rule, 400))
 
 
 def _summary(plan: Plan) -> str:
@@ -41,31 +38,21 @@ def _summary(plan: Plan) -> str:
 def as_text(plan: Plan) -> str:
     """One line per module (the first 400), columns aligned, and a line that sums up."""
     rows = [_cells(module) for module in plan.modules[:MAX_ROWS]]
-    widths = [max(map(len, column)) for column in zip(_COLUMNS, *rows, strict=True)]
-    lines = []
-    for row in (_COLUMNS, *rows):
-        pairs = zip(_COLUMNS, row, widths, strict=True)
-        cells = (cell.rjust(width) if name in _RIGHT else cell.ljust(width) for name, cell, width in pairs)
-        lines.append("  ".join(cells).rstrip())
+    lines = aligned(_COLUMNS, rows, _RIGHT)
     if len(plan.modules) > MAX_ROWS:
         lines.append(f"... and {len(plan.modules) - MAX_ROWS} modules more")
     lines.append(_summary(plan))
-    lines += [f"warning: {_plain(text, 600)}" for text in plan.warnings]
+    lines += [f"warning: {printable(text, 600)}" for text in plan.warnings]
     return "\n".join(lines)
 
 
 def as_html(plan: Plan) -> str:
     """The same table as HTML, names escaped: they come from a file nobody vouches for."""
-    head = "".join(f"<th>{name}</th>" for name in _COLUMNS)
-    body = "".join(
-        "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in _cells(module)) + "</tr>"
-        for module in plan.modules[:MAX_ROWS]
-    )
+    table = html_table(_COLUMNS, map(_cells, plan.modules[:MAX_ROWS]), _RIGHT)
     more = len(plan.modules) - MAX_ROWS
     notes = [_summary(plan), *([f"{more} modules more are not shown"] if more > 0 else [])]
-    notes += [f"warning: {_plain(text, 600)}" for text in plan.warnings]
+    notes += [f"warning: {printable(text, 600)}" for text in plan.warnings]
     return (
-        '<div class="mtplab-plan" style="max-height:32em;overflow:auto">'
-        f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
+        f'<div class="mtplab-plan" style="max-height:32em;overflow:auto">{table}</div>'
         + "".join(f"<p>{escape(note)}</p>" for note in notes)
     )

@@ -31,6 +31,7 @@ __all__ = [
     "read_scaled",
     "row_scales",
     "read_tensor",
+    "unchecked_scale",
 ]
 
 TORCH_DTYPES: dict[str, torch.dtype] = {
@@ -195,14 +196,23 @@ def _bands(pair: Pair, out: torch.Tensor | None) -> Iterator[tuple[int, int, tor
             yield start, stop, values
 
 
+def unchecked_scale(pair: Pair) -> torch.Tensor:
+    """The scale as float32, one value a block, whatever its values: for an audit that counts those that are wrong."""
+    return _as_grid(read_tensor(pair.scale), pair).float()
+
+
 def _scale(stored: torch.Tensor, pair: Pair) -> torch.Tensor:
     """The scale as float32, one value a block: [ceil(n/bm), ceil(k/bn)], stacked experts' with their axis before."""
+    return _checked(_as_grid(stored, pair), pair.scale)
+
+
+def _as_grid(stored: torch.Tensor, pair: Pair) -> torch.Tensor:
     if stored.dtype == torch.uint8:
         stored = stored.view(torch.float8_e8m0fnu)
     if pair.part:
         stored = stored[tuple(slice(*part) for part in pair.part)]
     grid = tuple(-(-size // block) for size, block in zip(pair.codes.shape, pair.block, strict=True))
-    return _checked(stored, pair.scale).reshape(grid)
+    return stored.reshape(grid)
 
 
 def _checked(scale: torch.Tensor, info: TensorInfo) -> torch.Tensor:

@@ -15,9 +15,10 @@ from mtplab.checkpoint.exclusions import QWEN_PUBLISHED, UserPatterns, parse_exc
 from mtplab.checkpoint.names import draft_prefixes, module_of, normalised, part_of
 from mtplab.checkpoint.pairing import Pair
 from mtplab.checkpoint.strict_json import shown
-from mtplab.convert.layouts import Recipe
+from mtplab.convert.layouts import Recipe, layouts
 from mtplab.convert.pieces import Piece, Pieces, can_carry, carried, copied, decoded, encoded, is_fp8, keeps_scale
 from mtplab.errors import ConfigError
+from mtplab.lenses import View, recommended_exclusions
 
 __all__ = ["DRAFTS", "Decision", "Wish", "decide"]
 
@@ -32,12 +33,12 @@ _NOT_TEXT = ("*visual.*", "*vision_*", "*audio_*", "*_projector.*", "*projector.
 
 @dataclass
 class Decision:
-    """What is to be written. `kept`: full names of the modules that are not FP8 in it; `fp8`: of those that are."""
+    """What is to be written. `kept`: names to list as not FP8, under which engines agree; `fp8`: modules that are."""
 
     pieces: Pieces
     kept: list[str]
     fp8: list[str]
-    to_bf16: list[str]  # were FP8 in the source
+    to_bf16: list[str]  # names to add to a list that stays: of those that were FP8 in the source
     warnings: list[str]
 
 
@@ -100,11 +101,10 @@ class _Decider:
             self.found.left[name] = f"it lies in {info.file.name}, but not in the index, which decides"
         self.found.account(self.source)
         self.found.merged -= self.in_use
-        kept, fp8 = self.names()
-        to_bf16 = [
-            self.module_name(p.source) for p in self.found.pieces if p.pair is not None and p.out.dtype == "BF16"
-        ]
-        return Decision(self.found, kept, fp8, to_bf16, self.warnings)
+        recipe, quantization = self.wish.recipe, self.source.quantization
+        method = layouts()[recipe.layout].method if recipe else quantization.method if quantization else "fp8"
+        kept, fp8 = self.names(method)
+        return Decision(self.found, kept, fp8, self.newly_kept(method), self.warnings)
 
     def module_name(self, info: TensorInfo) -> str:
         return module_of(self.source.values_name(info.name))
@@ -220,8 +220,7 @@ class _Decider:
             else:
                 self.found.left[name] = "a scale of the KV cache, for which the config written has no scheme"
         else:
-            stem = name.rpartition(".")[0]
-            owner = self.of_codes.get(stem)
+            owner = self.of_codes.get(self.source.module_scaled_at_input(name) or "")
             if keeps and (owner is None or is_fp8(owner.outputs)):
                 self.found.pieces.append(copied(info))
             else:
@@ -229,25 +228,37 @@ class _Decider:
 
     # names
 
-    def names(self) -> tuple[list[str], list[str]]:
+    def views(self, quantised: set[str]) -> list[View]:
+        """The modules as they will lie in what is written."""
+        return [
+            View(module.name, module.kind, module.part, module.name in quantised, module.name in quantised)
+            for module in self.plan.modules
+        ]
+
+    def names(self, method: str) -> tuple[list[str], list[str]]:
+        """(names to list as kept out of FP8, modules that are FP8)."""
         fp8 = [self.module_name(piece.source) for piece in self.found.pieces if is_fp8(piece.outputs)]
         quantised = set(fp8)
-        kept: list[str] = []
+        kept = recommended_exclusions(self.views(quantised), method)
         stacked = 0
         for module in self.plan.modules:
             if module.name in quantised:
                 continue
-            if module.kind in ("linear", "conv", "embedding"):
-                kept.append(module.name)
+            if module.kind in ("conv", "embedding"):
+                kept.append(module.name)  # as releases do: some loaders build them as linears
             elif len(module.shape) == 3 and "experts." in module.name:
                 stacked += module.nbytes
                 # readers ask with the name of the module that holds the stack
                 kept += [module.name, module.name.rpartition(".")[0]]
-        # a tied head has no tensor of its own; releases list it all the same, since loaders build it as a linear
-        if not any(module.part == "head" for module in self.plan.modules):
-            kept.insert(0, "lm_head")
         if stacked and self.wish.recipe is not None:
             self.warnings.append(
                 f"stacked experts stay as they are stored ({stacked / 1e9:.2f} GB): FP8 layouts hold experts one by one"
             )
         return list(dict.fromkeys(kept)), fp8
+
+    def newly_kept(self, method: str) -> list[str]:
+        """Names to add to the list of a checkpoint whose layout stays: what was FP8 and is not any more."""
+        were = {self.module_name(p.source) for p in self.found.pieces if p.pair is not None and p.out.dtype == "BF16"}
+        views = [view._replace(kind="linear") for view in self.views(set()) if view.name in were]
+        listed = recommended_exclusions(views, method)
+        return [name for name in listed if name != "lm_head" or name in were]

@@ -28,6 +28,7 @@ from mtplab.convert.pieces import Piece
 from mtplab.convert.rows import Shard
 from mtplab.convert.state import Partial, identity, write_json
 from mtplab.errors import CheckpointError, ConfigError
+from mtplab.lenses import View, look
 
 __all__ = ["FORMATS", "Written", "quantize_checkpoint"]
 
@@ -45,6 +46,7 @@ class Written:
         left: tensor of the source → why nothing was written of it. Scales that went into values are not among them.
         kept: modules that are listed as kept out of FP8, by full name.
         files_left: files of the source folder that were not copied.
+        engines: one sentence on which engines read its exclusion list as it is meant; empty where nothing is FP8.
         warnings: sentences on what may not be what was wanted.
         resumed: shards taken from an earlier, stopped run.
     """
@@ -55,6 +57,7 @@ class Written:
     left: dict[str, str]
     kept: tuple[str, ...]
     files_left: tuple[str, ...]
+    engines: str
     warnings: tuple[str, ...]
     resumed: int
     nbytes: int
@@ -118,7 +121,9 @@ def quantize_checkpoint(
             files_left = copy_beside(source.files.folder, partial.content)
             for name, content in configs.items():
                 write_json(partial.content / name, content)
-            plan = open_checkpoint(partial.content).plan()
+            made = open_checkpoint(partial.content)
+            plan = made.plan()
+            engines = _engines(made, plan)
             partial.publish()
     except OSError as error:
         raise CheckpointError(f"{target}: cannot be written: {error.strerror or error}.") from None
@@ -126,9 +131,17 @@ def quantize_checkpoint(
     for piece in decision.pieces.pieces:
         actions[piece.action] = actions.get(piece.action, 0) + 1
     return Written(
-        target, plan, actions, dict(decision.pieces.left), tuple(decision.kept), tuple(files_left),
+        target, plan, actions, dict(decision.pieces.left), tuple(decision.kept), tuple(files_left), engines,
         tuple(decision.warnings), resumed, nbytes,
     )  # fmt: skip
+
+
+def _engines(made: Checkpoint, plan: Plan) -> str:
+    if made.quantization is None or made.found is None:
+        return ""
+    fp8 = {module.name for module in plan.modules if module.weight == "fp8"}
+    views = [View(m.name, m.kind, m.part, m.name in fp8, m.name in fp8) for m in plan.modules]
+    return look(views, made.quantization.method, made.found.content, made.config).sentence
 
 
 def _wish(
@@ -163,14 +176,16 @@ def _configs(source: Checkpoint, wish: Wish, decision: Decision) -> dict[str, di
         if layout.separate is not None:
             made[SEPARATE_FILE] = layout.separate(wish.recipe, decision.kept)
         return made
-    assert source.found is not None
+    assert source.found is not None and source.quantization is not None
     made = {"config.json": source.config}
     if with_quantization(source.config, None) != source.config:
         made["config.json"] = with_quantization(source.config, amended(source.found.content, decision.to_bf16))
-    separate = source.files.folder / SEPARATE_FILE
-    if separate.exists():
-        content = read_json_object(separate, "a ModelOpt quantisation config")
-        made[SEPARATE_FILE] = amended({"quant_method": "modelopt", **content}, decision.to_bf16)
+    # ModelOpt's own file, and the copy that auto-round leaves beside config.json
+    for name in (SEPARATE_FILE, "quantization_config.json"):
+        if (path := source.files.folder / name).exists():
+            content = read_json_object(path, "a quantisation config")
+            said = amended({"quant_method": source.quantization.method, **content}, decision.to_bf16)
+            made[name] = {key: value for key, value in said.items() if key in content or key != "quant_method"}
     return made
 
 

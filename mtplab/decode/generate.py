@@ -19,7 +19,7 @@ from mtplab.decode.runner import Run
 from mtplab.decode.state import memory_account
 from mtplab.decode.stats import Generation, Progress
 from mtplab.decode.threads import on_device, running_with, thread_count
-from mtplab.errors import ConfigError
+from mtplab.errors import ConfigError, not_text
 from mtplab.models import Model
 from mtplab.quant.fp8_products import uses_kernels
 from mtplab.quant.policy import QuantPolicy, resolve_policy
@@ -180,8 +180,9 @@ def token_ids(model: Model, prompts: Prompts) -> list[list[int]]:
     out = []
     for i, prompt in enumerate(prompts):
         if isinstance(prompt, str):
-            if not prompt.isascii() and any("\ud800" <= c <= "\udfff" for c in prompt):
-                raise ConfigError(f"prompt {i} holds half a surrogate pair, which is no text")
+            fault = not_text(prompt)
+            if fault is not None:
+                raise ConfigError(f"prompt {i} {fault}")
             ids = model.encode(prompt)
         elif isinstance(prompt, bytes | bytearray):
             raise ConfigError(f"prompt {i} is bytes; expected a string or a list of token ids")

@@ -14,7 +14,7 @@ import torch
 from mtplab.checkpoint import Checkpoint, Plan, open_checkpoint
 from mtplab.checkpoint.strict_json import read_json_object
 from mtplab.config import EngineConfig, SpecConfig
-from mtplab.errors import CheckpointError, ConfigError
+from mtplab.errors import CheckpointError, ConfigError, not_text
 from mtplab.models.cache import DeltaState, KVCache
 from mtplab.models.config import ModelConfig, parse_config
 from mtplab.models.parameters import Parameters
@@ -72,7 +72,13 @@ class Model:
         return f": try mtplab.load_model(..., {', or '.join(steps)})."
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a text, without special tokens. Raises CheckpointError if there is no tokenizer."""
+        """Token ids of a text, without special tokens. Raises CheckpointError if there is no tokenizer, ConfigError for
+        what is no text."""
+        if not isinstance(text, str):
+            raise ConfigError(f"text is {text!r:.60}; expected a string")
+        fault = not_text(text)
+        if fault is not None:
+            raise ConfigError(f"text {fault}")
         return self._tokenizer().encode(text, add_special_tokens=False).ids
 
     def decode(self, ids: list[int]) -> str:
@@ -158,7 +164,8 @@ def load_model(
         draft_exclude: the same for the head; `exclude` by default.
         quant_policy, draft_quant_policy: default KV-cache policies of a run; the draft inherits the target's.
         model_format: "fp8" quantises a BF16 checkpoint as it is loaded, head included (128×128 blocks, E4M3).
-        activation_rounding: round the inputs of FP8 layers to E4M3, per token and 128 features (W8A8).
+        activation_rounding: round the inputs of FP8 layers to E4M3 (W8A8), with the scales that the checkpoint's
+            format gives them: per token and 128 features beside blocks, else per token, or the stored one.
         exact: arithmetic in which a row does not depend on the rows beside it (float32 on a CPU).
 
     Raises CheckpointError for files that are missing, broken or of another architecture, ConfigError for settings.
@@ -267,6 +274,6 @@ def _read_tokenizer(checkpoint: Checkpoint) -> Tokenizer | None:
     if not file.is_file():
         return None
     try:
-        return Tokenizer.from_file(str(file))
+        return Tokenizer.from_buffer(file.read_bytes())  # the library takes no path that is not UTF-8
     except Exception as error:  # the library raises bare Exception for every fault in the file
         raise CheckpointError(f"{file}: not a tokenizer that the tokenizers library can read ({error})") from None

@@ -15,7 +15,7 @@ from typing import Any
 
 import nbformat
 
-from mtplab.errors import ConfigError, MtplabError
+from mtplab.errors import ConfigError, MtplabError, not_text
 from mtplab.report.progress import PROGRESS_MIME
 from mtplab.report.text import plain
 
@@ -85,6 +85,10 @@ def execute(
         raise ConfigError(
             f"{notebook.name} has no parameter {', '.join(map(repr, unknown))}; it has {', '.join(known) or 'none'}"
         )
+    for name, value in parameters.items():
+        fault = next(filter(None, map(not_text, _texts(value))), None)  # a notebook is a file of UTF-8
+        if fault is not None:
+            raise ConfigError(f"{notebook.name}: parameter {name} {fault}")
     import papermill
     from nbclient.exceptions import CellTimeoutError, DeadKernelError
 
@@ -105,7 +109,7 @@ def execute(
         first = plain((problem.source or "").strip().split("\n")[0])[:60]
         raise MtplabError(
             f"{notebook.name}: cell {problem.cell_index + 1} ({first!r}) failed with {problem.ename}: "
-            f"{plain(problem.evalue)[:600]} "
+            f"{' '.join(plain(problem.evalue).split())[:600]} "
             f"(the notebook as far as it got: {output})"
         ) from None
     except CellTimeoutError:
@@ -117,6 +121,17 @@ def execute(
         raise MtplabError(
             f"{notebook.name}: the kernel died, which mostly means that memory ran out (as far as it got: {output})"
         ) from None
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """Every string in a parameter's value."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        yield from _texts([*value.keys(), *value.values()])
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _texts(item)
 
 
 @contextlib.contextmanager

@@ -92,7 +92,7 @@ class GemmPanel(Panel):
         weight = self.checkpoint.dequantize(f"{name}.weight")
         found = {"as stored": matrix_errors(weight)}
         if config["columns"]:
-            spoilt = with_outliers(weight, min(config["columns"], weight.shape[1]), 2.0 ** config["octaves"])
+            spoilt = with_outliers(weight, min(config["columns"], weight.shape[1]), config["octaves"])
             found[f"{config['columns']} input channels × 2^{config['octaves']}"] = matrix_errors(spoilt)
         return {"errors": found, "measure": config["measure"], "roof": (config["shape"], config["gpu"], config["rows"])}
 

@@ -12,18 +12,16 @@ import math
 import re
 from typing import Any
 
+from mtplab.errors import printable
+
 __all__ = ["escape", "human_bytes", "json_island", "part_words", "plain", "plot_label"]
 
-# C0 and C1 controls (terminal escapes live there) except tab and newline, and every sign that can turn
-# the reading direction of the text around it
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+# every sign that can turn the reading direction of the text around it
 _BIDI = re.compile("[\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
 
-
 def plain(text: object) -> str:
-    """`text` without control characters (each shown as its code point) and without direction marks."""
-    visible = _CONTROL.sub(lambda found: f"\\x{ord(found.group()):02x}", str(text))
-    return _BIDI.sub(lambda found: f"\\u{ord(found.group()):04x}", visible)
+    """`text` without control characters but tab and newline, and without direction marks, each shown as its escape."""
+    return printable(str(text), keep="\t\n")
 
 
 def escape(text: object) -> str:

@@ -45,8 +45,8 @@ GPUS = {
 
 def gpu(name: str) -> Gpu:
     """The GPU of that name. Raises ConfigError, listing those there are, for another."""
-    if name not in GPUS:
-        raise ConfigError(f"GPU {name!r} is not in the catalogue; it has {', '.join(GPUS)}")
+    if not isinstance(name, str) or name not in GPUS:
+        raise ConfigError(f"GPU {name!r:.60} is not in the catalogue; it has {', '.join(GPUS)}")
     return GPUS[name]
 
 
@@ -54,7 +54,7 @@ def shape_of(name: str, model: str | None = None) -> GemmShape:
     """The first shape of that name, of `model` if one is given. Raises ConfigError, listing those there are."""
     found = next((shape for shape in SHAPES if shape.name == name and model in (None, shape.model)), None)
     if found is None:
-        raise ConfigError(f"product {name!r} is not in the catalogue; it has {'; '.join(map(str, SHAPES))}")
+        raise ConfigError(f"product {name!r:.60} is not in the catalogue; it has {'; '.join(map(str, SHAPES))}")
     return found
 
 

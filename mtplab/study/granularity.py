@@ -16,6 +16,7 @@ from mtplab.errors import ConfigError
 __all__ = ["DAMAGE", "GRANULARITIES", "MatrixError", "matrix_errors", "rounded", "with_outliers"]
 
 TOP = 448.0
+OCTAVES = 60  # by which outliers may be blown up
 DAMAGE = 0.1  # four times what a column in range loses
 #: name → (rows, columns) of the block that shares a scale, None for all of them
 GRANULARITIES: dict[str, tuple[int | None, int | None]] = {
@@ -85,22 +86,27 @@ def matrix_errors(weight: Tensor, x: Tensor | None = None) -> list[MatrixError]:
     return found
 
 
-def with_outliers(weight: Tensor, columns: int, factor: float, seed: int = 0) -> Tensor:
-    """The weight with `columns` of its input channels, drawn at random, multiplied by `factor`: [n, k] float32."""
+def with_outliers(weight: Tensor, columns: int, octaves: float, seed: int = 0) -> Tensor:
+    """The weight with `columns` of its input channels, drawn at random, multiplied by 2^`octaves`: [n, k] float32.
+
+    Raises ConfigError for more columns than there are, and for octaves beyond ±60, which float32 may not hold.
+    """
     k = weight.shape[1]
-    if not 0 <= columns <= k:
-        raise ConfigError(f"columns is {columns}; expected 0 to {k}, the weight's input channels")
-    if not 0 < factor <= 2.0**60:
-        raise ConfigError(f"factor is {factor:g}; expected a positive one of at most 2^60, so that float32 holds it")
+    if not isinstance(columns, int) or isinstance(columns, bool) or not 0 <= columns <= k:
+        raise ConfigError(
+            f"outlier columns are {columns!r:.60}; expected a whole number from 0 to {k}, the weight's input channels"
+        )
+    if not isinstance(octaves, int | float) or isinstance(octaves, bool) or not abs(octaves) <= OCTAVES:
+        raise ConfigError(f"outlier octaves are {octaves!r:.60}; expected a number from -{OCTAVES} to {OCTAVES}")
     chosen = torch.randperm(k, generator=torch.Generator().manual_seed(seed))[:columns]
     out = weight.float().clone()
-    out[:, chosen] *= factor
+    out[:, chosen] *= 2.0**octaves
     return out
 
 
 def _block(granularity: str, n: int, k: int) -> tuple[int, int]:
-    if granularity not in GRANULARITIES:
-        raise ConfigError(f"granularity is {granularity!r}; expected one of {', '.join(GRANULARITIES)}")
+    if not isinstance(granularity, str) or granularity not in GRANULARITIES:
+        raise ConfigError(f"granularity is {granularity!r:.60}; expected one of {', '.join(GRANULARITIES)}")
     bm, bn = GRANULARITIES[granularity]
     return bm or n, bn or k
 

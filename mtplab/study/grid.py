@@ -13,7 +13,7 @@ from typing import Any
 
 from mtplab.checkpoint.config_json import stored_dtype
 from mtplab.config import MAX_DEPTH, EngineConfig, SamplingConfig, SpecConfig
-from mtplab.errors import ConfigError
+from mtplab.errors import ConfigError, not_text, printable
 from mtplab.quant.policy import resolve_policy
 from mtplab.study.identity import checkpoint_folder, checkpoint_identity
 from mtplab.study.point import DRAFT_SETTINGS, PointConfig, excluded_modules, plan_digest
@@ -69,7 +69,7 @@ def prompt_sets(prompts: Any) -> list[PromptSet]:
         return [load_prompts(prompts)]
     if not prompts:
         raise ConfigError("the mapping of prompt sets is empty; give at least one")
-    return [PromptSet(str(label), load_prompts(value).prompts) for label, value in prompts.items()]
+    return [PromptSet(printable(str(label)), load_prompts(value).prompts) for label, value in prompts.items()]
 
 
 def exclude_label(exclude: Any, quantised: bool = False) -> str:
@@ -127,6 +127,7 @@ def build_units(
         if draft_set is not None and draft_set != target_set:
             label += f" (draft: {exclude_label(draft_set, quantised)})"
         remark = exclusion_remark(checkpoint, plan, target_set, draft_set)
+        converts = checkpoint.quantization is None and any(module.weight == "fp8" for module in plan.modules)
         rounds = any(module.activation == "fp8" for module in plan.modules)
         for (prompts, ids), degree, policy in itertools.product(encoded, temperatures, policies):
             for draft_policy in draft_policies or [policy]:
@@ -135,8 +136,9 @@ def build_units(
                     plan=plan_digest(plan.modules),
                     excluded=excluded_modules(plan.modules, "target"),
                     draft_excluded=excluded_modules(plan.modules, "draft"),
-                    # an FP8 checkpoint is FP8 already, and where nothing is rounded nothing can be left unrounded
-                    model_format=None if checkpoint.quantization is not None else variant.model_format,
+                    # an FP8 checkpoint is FP8 already, a BF16 one stays as stored where all is excluded, and where
+                    # nothing is rounded nothing can be left unrounded
+                    model_format=variant.model_format if converts else None,
                     activation_rounding=engine.activation_rounding and rounds,
                     exact=engine.exact,
                     device=device,
@@ -149,7 +151,7 @@ def build_units(
                     domains=tuple(prompt.domain for prompt in prompts.prompts),
                 )
                 labels = Labels(
-                    checkpoint=folder.resolve().name,
+                    checkpoint=printable(folder.resolve().name),
                     exclude_label=label,
                     exclude=_as_globs(target_set),
                     draft_exclude=_as_globs(draft_set),
@@ -195,6 +197,10 @@ def _exclusion(name: str, item: Any) -> str | tuple[str, ...] | None:
             f"{name} has {item!r}; expected None, one of {', '.join(PRESETS)}, a glob such as 'mtp.*', or a "
             "list of globs"
         )
+    for glob in globs:
+        fault = not_text(glob)
+        if fault is not None:
+            raise ConfigError(f"{name} has {glob!r}, which {fault}")
     return globs or "none"
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from mtplab.errors import CheckpointError, ConfigError
+from mtplab.errors import CheckpointError, ConfigError, not_text, printable
 
 __all__ = ["Prompt", "PromptSet", "bundled_prompts", "load_prompts", "tokenizer_encoder"]
 
@@ -50,7 +50,10 @@ class PromptSet:
         """
         kept = self.prompts
         label = self.label
-        domains = [domains] if isinstance(domains, str) else domains
+        names = [domains] if isinstance(domains, str) else domains
+        domains = list(names) if isinstance(names, Iterable) else names
+        if domains is not None and not (isinstance(domains, list) and all(isinstance(name, str) for name in domains)):
+            raise ConfigError(f"domains is {names!r:.60}; expected names such as {', '.join(self.domains[:2])}")
         if domains:
             unknown = [name for name in domains if name not in self.domains]
             if unknown:
@@ -138,7 +141,7 @@ def tokenizer_encoder(folder: Path) -> Any:
     from tokenizers import Tokenizer
 
     try:
-        tokenizer = Tokenizer.from_file(str(path))
+        tokenizer = Tokenizer.from_buffer(path.read_bytes())  # the library takes no path that is not UTF-8
     except Exception as problem:  # the library raises bare Exception
         raise CheckpointError(f"{path}: not a tokenizer that can be read ({problem})") from None
     return lambda text: tokenizer.encode(text, add_special_tokens=False).ids
@@ -160,7 +163,7 @@ def _from_path(path: Path) -> PromptSet:
     else:
         raise ConfigError(f"{path}: no such file or folder of prompts")
     prompts = tuple(prompt for file in files for prompt in _from_file(file))
-    return PromptSet(path.stem if path.is_file() else path.name or str(path), prompts)
+    return PromptSet(printable(path.stem if path.is_file() else path.name or str(path)), prompts)
 
 
 def _from_file(path: Path) -> list[Prompt]:
@@ -172,17 +175,18 @@ def _from_file(path: Path) -> list[Prompt]:
         raw = path.read_bytes()
     except OSError as problem:
         raise ConfigError(f"{path}: cannot be read ({problem.strerror})") from None
+    stem = printable(path.stem)  # names of prompts are written to files
     if path.suffix == ".txt":
         text = _utf8(raw, str(path))
         if not text.strip():
             raise ConfigError(f"{path}: is empty; expected a prompt")
-        return [Prompt(path.stem, path.stem, text)]
+        return [Prompt(stem, stem, text)]
     prompts = []
     for number, line in enumerate(raw.split(b"\n"), start=1):
         where = f"{path}, line {number}"
         text = _utf8(line, where).strip().removeprefix("\ufeff")
         if text:
-            prompts.append(_from_line(text, where, path.stem, number))
+            prompts.append(_from_line(text, where, stem, number))
     if not prompts:
         raise ConfigError(f"{path}: no prompt in this file; expected one JSON object with a text per line")
     return prompts
@@ -212,11 +216,11 @@ def _from_line(text: str, where: str, stem: str, number: int) -> Prompt:
         if not isinstance(labels[key], str) or not labels[key]:
             found = json.dumps(labels[key])[:40]
             raise ConfigError(f"{where}: {key} is {found}; expected a non-empty string")
-    _no_surrogates((prompt, *labels.values()), where)
+    _legal_text((prompt, *labels.values()), where)
     return Prompt(labels["id"], labels["domain"], prompt)
 
 
-def _no_surrogates(texts: Iterable[str], where: str) -> None:
+def _legal_text(texts: Iterable[str], where: str) -> None:
     # "\ud800" is legal JSON and no legal text: no tokenizer takes it and no file can hold it
     for text in texts:
         try:
@@ -232,7 +236,9 @@ def _from_item(item: Any, number: int) -> Prompt:
     if isinstance(item, str):
         if not item:
             raise ConfigError(f"{where} is an empty string; give it some text")
-        _no_surrogates([item], where)
+        fault = not_text(item)
+        if fault is not None:
+            raise ConfigError(f"{where} {fault}")
         return Prompt(f"prompt-{number}", "given", item)
     ids = item.tolist() if hasattr(item, "tolist") else item
     if isinstance(ids, list | tuple) and ids and all(type(i) is int and i >= 0 for i in ids):

@@ -17,6 +17,8 @@ _BYTES = {"fp8": (1.0, 1.0, 2.0), "bf16": (2.0, 2.0, 2.0)}
 # one float32 scale for 128 × 128 weights and for 1 × 128 activations
 _SCALES = {"fp8": (4 / 128**2, 4 / 128), "bf16": (0.0, 0.0)}
 
+MOST_ROWS = 1 << 30
+
 
 @dataclass(frozen=True)
 class Roof:
@@ -44,9 +46,10 @@ class Roof:
 
 
 def roof(shape: GemmShape, m: int, gpu: Gpu, dtype: str) -> Roof:
-    """m rows of x times the shape's weight, in "fp8" (block scales) or "bf16". Raises ConfigError for an m below 1."""
-    if not isinstance(m, int) or m < 1:
-        raise ConfigError(f"rows m is {m!r}; expected a whole number of at least 1")
+    """m rows of x times the shape's weight, in "fp8" (block scales) or "bf16". Raises ConfigError for an m below 1 or
+    beyond any pass."""
+    if not isinstance(m, int) or isinstance(m, bool) or not 1 <= m <= MOST_ROWS:
+        raise ConfigError(f"rows m is {m!r:.60}; expected a whole number from 1 to {MOST_ROWS}")
     weight, activation, output = _BYTES[dtype]
     weight_scale, activation_scale = _SCALES[dtype]
     operations = 2.0 * m * shape.n * shape.k

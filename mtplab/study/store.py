@@ -19,7 +19,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
-from mtplab.errors import ConfigError
+from mtplab.errors import ConfigError, printable
 from mtplab.study.point import PointConfig, canonical_json
 from mtplab.study.row import ResultRow
 
@@ -36,9 +36,7 @@ class PointStore:
     """
 
     def __init__(self, folder: str | Path):
-        if not str(folder):
-            raise ConfigError("the results folder is an empty string; give a folder, or '.' for the current one")
-        self.folder = Path(folder)
+        self.folder = results_folder(folder)
         try:
             (self.folder / ".locks").mkdir(parents=True, exist_ok=True)
         except OSError as problem:
@@ -74,7 +72,7 @@ class PointStore:
             if unreadable == "set aside":
                 self._set_aside(path, raw, reason)
             elif unreadable == "warn":
-                warnings.warn(f"{path}: not a readable result ({reason}); left out", stacklevel=3)
+                warnings.warn(printable(f"{path}: not a readable result ({reason}); left out"), stacklevel=3)
             return {}
 
     def write(self, config: PointConfig, rows: Iterable[ResultRow]) -> None:
@@ -126,9 +124,24 @@ class PointStore:
         with contextlib.suppress(FileNotFoundError):
             os.replace(path, aside)
         warnings.warn(
-            f"{path}: not a readable result ({reason}); set aside as {aside.name}, to be computed again",
+            printable(f"{path}: not a readable result ({reason}); set aside as {aside.name}, to be computed again"),
             stacklevel=3,
         )
+
+
+def results_folder(folder: Any) -> Path:
+    """The folder meant. Raises `ConfigError` for what names none."""
+    if not isinstance(folder, str | os.PathLike) or not isinstance(os.fspath(folder), str):
+        raise ConfigError(f"results is {folder!r:.60}; expected a folder, as a string or a Path")
+    if not os.fspath(folder):
+        raise ConfigError("the results folder is an empty string; give a folder, or '.' for the current one")
+    try:
+        possible = b"\0" not in os.fsencode(folder)
+    except UnicodeEncodeError:
+        possible = False
+    if not possible:
+        raise ConfigError(f"results folder {os.fspath(folder)!r:.60}: no file system takes this name; give another")
+    return Path(folder)
 
 
 def read_rows(folder: str | Path) -> list[ResultRow]:
@@ -136,7 +149,7 @@ def read_rows(folder: str | Path) -> list[ResultRow]:
 
     Raises `ConfigError` when there is no such folder.
     """
-    if not Path(folder).is_dir():
+    if not results_folder(folder).is_dir():
         raise ConfigError(f"{folder}: no such results folder; run a sweep first, or give its folder")
     store = PointStore(folder)
     return [row for point in store.points() for _, row in sorted(store.rows(point, "warn").items())]

@@ -98,7 +98,9 @@ def sweep(
         ConfigError, CheckpointError: something asked for cannot be; nothing has run then.
     """
     started = time.monotonic()
-    cancel = cancel or threading.Event()
+    hooks = {"on_row": on_row, "on_progress": on_progress, "load_model": load_model, "generate": generate}
+    _check_hooks(hooks, cancel, executor)
+    cancel = cancel if cancel is not None else threading.Event()
     checkpoint, model = _opened(model_or_path)
     if model is not None:
         engine, spec = model.engine, model.spec
@@ -354,6 +356,20 @@ class _Job:
             for depth in unit.depths
             if depth in self.found[unit.point]
         ]
+
+
+def _check_hooks(hooks: dict[str, Any], cancel: Any, executor: Any) -> None:
+    """Refuse what would fail only once a row is there, or as every row's error."""
+    for name, hook in hooks.items():
+        if hook is not None and not callable(hook):
+            raise ConfigError(f"{name} is {hook!r:.60}; expected something to call, or None")
+    if cancel is not None and not callable(getattr(cancel, "is_set", None)):
+        raise ConfigError(f"cancel is {cancel!r:.60}; expected a threading.Event, or None")
+    if executor is not None and not callable(getattr(executor, "submit", None)):
+        raise ConfigError(
+            f"executor is {executor!r:.60}; expected a concurrent.futures.Executor, such as ProcessPoolExecutor(4), or "
+            "None to run here"
+        )
 
 
 def _opened(model_or_path: Any) -> tuple[Any, Any]:

@@ -1,0 +1,12 @@
+"""The audit: what is in a checkpoint, what is wrong with it, why that matters and what to do.
+
+Everything but the deep checks reads headers only and imports no torch.
+"""
+
+from __future__ import annotations
+
+from mtplab.checkpoint.audit.audit import Audit, examine
+from mtplab.checkpoint.audit.finding import SEVERITIES, Finding
+from mtplab.checkpoint.audit.heads import Head
+
+__all__ = ["SEVERITIES", "Audit", "Finding", "Head", "examine"]

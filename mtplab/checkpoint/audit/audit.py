@@ -1,0 +1,112 @@
+"""The audit of a checkpoint as one object: its sizes, its modules, its head, its findings, what engines make of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mtplab.checkpoint.audit import checks_draft, checks_files, checks_lists, checks_scales
+from mtplab.checkpoint.audit.finding import SEVERITIES, Finding, at_least, ordered
+from mtplab.checkpoint.audit.heads import Head
+from mtplab.checkpoint.audit.sizes import bytes_by_part, part_shown
+from mtplab.checkpoint.audit.subject import Subject
+from mtplab.checkpoint.plan import ModulePlan, Plan
+from mtplab.errors import ConfigError
+
+if TYPE_CHECKING:
+    from mtplab.checkpoint.checkpoint import Checkpoint
+
+__all__ = ["Audit", "examine"]
+
+_CHECKS = (*checks_files.CHECKS, *checks_lists.CHECKS, *checks_scales.CHECKS, *checks_draft.CHECKS)
+
+
+@dataclass(frozen=True, repr=False)
+class Audit:
+    """What an audit found. Prints as tables, shows as HTML in a notebook, and goes to JSON with `to_dict`."""
+
+    path: Path
+    method: str  # quant_method as it stands, or "none"
+    plan: Plan
+    head: Head | None
+    findings: tuple[Finding, ...]  # errors first
+    deep: bool  # whether values were read
+    files: int
+    tensors: int
+
+    @property
+    def modules(self) -> tuple[ModulePlan, ...]:
+        return self.plan.modules
+
+    @property
+    def bytes_by_part(self) -> dict[str, dict[str, int]]:
+        """Part of the model → dtype as stored → bytes."""
+        return bytes_by_part(self.modules)
+
+    def at_least(self, severity: str) -> list[Finding]:
+        """The findings of "error", "warning" or "note" and what is worse. Raises ConfigError for another word."""
+        if severity not in SEVERITIES:
+            raise ConfigError(f"severity={severity!r}: expected one of {', '.join(SEVERITIES)}.")
+        return at_least(self.findings, severity)
+
+    def to_dict(self, modules: bool = True) -> dict[str, Any]:
+        """Everything as JSON can hold it; `modules`: with a line for each of them."""
+        found: dict[str, Any] = {
+            "path": str(self.path),
+            "method": self.method,
+            "files": self.files,
+            "tensors": self.tensors,
+            "deep": self.deep,
+            "bytes": self.bytes_by_part,
+            "head": self.head.to_dict() if self.head is not None else None,
+            "findings": [finding.to_dict() for finding in self.findings],
+        }
+        if modules:
+            found["modules"] = [
+                {
+                    "name": module.name,
+                    "part": part_shown(module),
+                    "kind": module.kind,
+                    "shape": list(module.shape),
+                    "stored": module.stored,
+                    "weight": module.weight,
+                    "scale": module.scale.name if module.scale is not None else None,
+                    "scale_dtype": module.scale.dtype if module.scale is not None else None,
+                    "block": list(module.block) if module.block is not None else None,
+                    "bytes": module.nbytes,
+                    "rule": module.rule,
+                }
+                for module in self.modules
+            ]
+        return found
+
+    def __repr__(self) -> str:
+        counts = {severity: sum(f.severity == severity for f in self.findings) for severity in SEVERITIES}
+        said = ", ".join(f"{count} {severity}s" for severity, count in counts.items())
+        return f"<Audit {self.path}: {len(self.modules)} modules, {said}>"
+
+    def __str__(self) -> str:
+        from mtplab.checkpoint.audit.text import as_text
+
+        return as_text(self)
+
+    def _repr_html_(self) -> str:
+        from mtplab.checkpoint.audit.html import as_html
+
+        return as_html(self)
+
+
+def examine(ckpt: Checkpoint, deep: bool = False, progress: Callable[[int, int], None] | None = None) -> Audit:
+    """Audit an opened checkpoint; as `Checkpoint.audit`. Without `deep` nothing but headers is read."""
+    subject = Subject(ckpt)
+    found = [finding for check in _CHECKS for finding in check(subject)]
+    if deep:
+        from mtplab.checkpoint.audit.deep import deep_findings
+
+        found += deep_findings(subject, progress)
+    method = str(subject.content.get("quant_method", "unnamed")) if ckpt.found is not None else "none"
+    return Audit(
+        ckpt.path, method, subject.plan, subject.head, ordered(found), deep, len(ckpt.files.shards), len(ckpt.tensors)
+    )

@@ -1,0 +1,156 @@
+"""Checks of how scales are named and stored: right here, and what other loaders make of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from mtplab.checkpoint.audit.finding import Finding, listed
+from mtplab.checkpoint.audit.subject import Subject
+
+__all__ = ["CHECKS"]
+
+
+def _suffixes(subject: Subject) -> Iterator[Finding]:
+    if subject.quantization is None or subject.quantization.method != "fp8":
+        return
+    by_suffix: dict[str, list[str]] = {}
+    for module in subject.modules:
+        if module.scale is not None and module.weight == "fp8":
+            by_suffix.setdefault(module.scale.name.rpartition(".")[2], []).append(module.name)
+    blocks = subject.content.get("weight_block_size") is not None
+    plain = by_suffix.get("weight_scale", [])
+    if blocks and plain:
+        yield Finding(
+            "warning", "scale-suffix",
+            f"{len(plain)} block-scaled weights have their scale in weight_scale: {listed(plain)}.", tuple(plain),
+            "With weight_block_size, engines look for weight_scale_inv, and leave what they do not find uninitialised.",
+            "Rename the scales to weight_scale_inv.",
+        )  # fmt: skip
+    bare = [*by_suffix.get("scale", []), *by_suffix.get("qscale_weight", [])]
+    if bare:
+        yield Finding(
+            "warning", "scale-suffix",
+            f"{len(bare)} weights have their scale in a tensor called .scale or .qscale_weight: {listed(bare)}.",
+            tuple(bare),
+            "Loaders that look for weight_scale_inv miss it: DeepSeek-V4 ran at 1.8 % acceptance that way "
+            "(vLLM issue 43455).",
+            "Use an engine release that knows the name.",
+        )  # fmt: skip
+    if len(by_suffix) > 1:
+        kinds = ", ".join(f"{len(names)} {suffix}" for suffix, names in by_suffix.items())
+        yield Finding(
+            "warning", "mixed-suffixes", f"Scales have different names within one checkpoint: {kinds}.", (),
+            "A loader that settles on one of them leaves the others unread.", "Write them under one name.",
+        )  # fmt: skip
+    shared = [m.name for m in subject.modules if m.weight == "fp8" and m.scale is not None and len(m.scale.shape) == 3]
+    experts = [name for name in shared if ".experts." in name]
+    if experts:
+        yield Finding(
+            "error", "stacked-scales",
+            f"{len(experts)} experts' weights are stored one by one, their scales stacked: {listed(experts)}.",
+            tuple(experts),
+            "transformers' writer does this, and its own reader then takes raw codes for values, without an error.",
+            "Write them again, one scale beside each weight (mtplab quantize does).",
+        )  # fmt: skip
+
+
+def _scale_dtypes(subject: Subject) -> Iterator[Finding]:
+    powers: list[str] = []
+    raw: list[str] = []
+    for module in subject.modules:
+        if module.scale is not None and module.weight == "fp8":
+            if module.scale.dtype == "U8":
+                raw.append(module.name)
+            elif module.scale.dtype == "F8_E8M0":
+                powers.append(module.name)
+    if raw:
+        yield Finding(
+            "warning", "integer-scales",
+            f"{len(raw)} weights have scales stored as U8: {listed(raw)}.", tuple(raw),
+            "They are exponents, 2**(byte - 127). A reader that multiplies by the byte is off by a factor of 1e5.",
+            "Use a reader that knows MXFP8, or write them as F8_E8M0.",
+        )  # fmt: skip
+    if powers:
+        yield Finding(
+            "note", "e8m0-scales",
+            f"{len(powers)} weights have power-of-two scales stored as F8_E8M0: {listed(powers)}.", tuple(powers),
+            "Kernels that take float32 scales (CUTLASS on Hopper) need them converted at load.", "",
+        )  # fmt: skip
+    nuz = [module.name for module in subject.modules if module.stored.endswith("FNUZ")]
+    if nuz:
+        yield Finding(
+            "warning", "fnuz",
+            f"{len(nuz)} weights are stored as {next(m.stored for m in subject.modules if m.stored.endswith('FNUZ'))}: "
+            f"{listed(nuz)}.", tuple(nuz),
+            "AMD's MI300 format: bias 8, at most 240. Read as E4M3FN all values are twice too large.",
+            "Convert to F8_E4M3 for other devices.",
+        )  # fmt: skip
+
+
+def _heads(subject: Subject) -> Iterator[Finding]:
+    quantised = [
+        module.name
+        for module in subject.modules
+        if module.weight == "fp8"
+        and (module.part == "head" or module.name.endswith(("shared_head.head", "shared_head.output")))
+    ]
+    if quantised:
+        yield Finding(
+            "warning", "quantised-head",
+            f"The vocabulary head is FP8: {listed(quantised)}.", tuple(quantised),
+            "Most engines build it in BF16 whatever the config says: its scale has no place to go (vLLM: KeyError "
+            "weight_scale; TensorRT-LLM: raw codes).",
+            "Store it in BF16; it is read once a token, and errors in it are errors in every logit.",
+        )  # fmt: skip
+
+
+def _kv(subject: Subject) -> Iterator[Finding]:
+    scales = subject.ckpt.kv_scales()
+    if not scales:
+        return
+    draft = [name for name in scales if name.startswith("mtp.") or ".mtp" in name]
+    yield Finding(
+        "note", "kv-scales",
+        f"{len(scales)} scales of a quantised KV cache are in the file: {listed(list(scales))}.", tuple(scales),
+        "An engine asked for an FP8 cache uses them; one that does not know the names takes 1.0.",
+    )  # fmt: skip
+    if draft:
+        yield Finding(
+            "warning", "draft-kv-scales",
+            f"{len(draft)} of them belong to the draft head: {listed(draft)}.", tuple(draft),
+            "Loaders of MTP layers have failed on such names (vLLM pull request 27227).",
+            "Use a release that maps them, or leave them out.",
+        )  # fmt: skip
+
+
+def _tensor_parallel(subject: Subject) -> Iterator[Finding]:
+    """How far block-scaled weights can be split: every rank needs whole blocks."""
+    limits: dict[int, list[str]] = {}
+    for module in subject.linears:
+        if module.weight != "fp8" or module.block is None or len(module.block) != 2 or len(module.shape) != 2:
+            continue
+        bm, bn = module.block
+        if bm in (1, module.shape[0]):
+            continue
+        last = module.name.rpartition(".")[2]
+        rows_split = last not in ("o_proj", "down_proj", "out_proj", "w2", "wo_b", "fc", "eh_proj")
+        size, block = (module.shape[0], bm) if rows_split else (module.shape[1], bn)
+        if last in ("fc", "eh_proj", "in_proj_a", "in_proj_b") or size < block:
+            continue
+        ways = size // block if size % block == 0 else 1
+        most = ways & -ways
+        limits.setdefault(most, []).append(module.name)
+    if limits and min(limits) < 8:
+        most = min(limits)
+        names = limits[most]
+        yield Finding(
+            "note", "tensor-parallel",
+            (f"Weights split into whole blocks over at most {most} ranks" if most > 1 else "Weights cannot be split "
+            "into "
+             "whole blocks over ranks") + f": {listed(names, 2)} decide.", tuple(names),
+            "A rank's part that ends within a block is refused by engines (vLLM pull request 52915).",
+            f"Use a tensor-parallel size up to {most}, or expert parallelism.",
+        )  # fmt: skip
+
+
+CHECKS = (_suffixes, _scale_dtypes, _heads, _kv, _tensor_parallel)

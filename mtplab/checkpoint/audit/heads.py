@@ -1,0 +1,199 @@
+"""MTP heads by family: which tensors make one, what it shares with the target, and whether this one is complete.
+
+Sources: the families' public checkpoints and the loaders of vLLM (model_executor/models/*_mtp.py) and transformers.
+Knows names only; a block's own parts are compared with the target's layers, which name them alike.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mtplab.checkpoint.config_json import text_config
+from mtplab.checkpoint.names import draft_prefixes, normalised, part_of
+
+__all__ = ["Head", "Layout", "find_head"]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a family names its head. `{i}` is a head layer's number, `{n}` the target's number of decoder layers + i."""
+
+    family: str
+    count_key: str  # in config.json: how many layers of a head there are
+    layer: str  # prefix of one head layer, as a regular expression whose only group is the number
+    fusion: tuple[str, ...]  # modules that join embedding and hidden state, by full name over {i} and {n}
+    inner: str = ""  # prefix of the decoder block within a head layer
+    shared: tuple[str, ...] = ()  # modules that a file may leave out because the target's are used
+    behind: bool = False  # whether head layers are numbered on behind the target's
+
+
+_V3 = ("model.layers.{n}.enorm", "model.layers.{n}.hnorm", "model.layers.{n}.eh_proj")
+
+LAYOUTS: tuple[Layout, ...] = (
+    Layout(
+        "Qwen3-Next, Qwen3.5 and later", "mtp_num_hidden_layers", r"mtp\.layers\.([0-9]{1,4})\.",
+        ("mtp.fc", "mtp.norm", "mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden"),
+        shared=("mtp.embed_tokens", "mtp.lm_head"),
+    ),
+    Layout(
+        "Nemotron-3", "num_nextn_predict_layers", r"mtp\.layers\.([0-9]{1,4})\.",
+        ("mtp.layers.0.enorm", "mtp.layers.0.hnorm", "mtp.layers.0.eh_proj"),
+    ),
+    Layout(
+        "DeepSeek-V4", "num_nextn_predict_layers", r"mtp\.([0-9]{1,4})\.",
+        ("mtp.{i}.e_proj", "mtp.{i}.h_proj", "mtp.{i}.enorm", "mtp.{i}.hnorm", "mtp.{i}.norm"),
+    ),
+    Layout(
+        "MiMo-V2", "num_nextn_predict_layers", r"model\.mtp\.layers\.([0-9]{1,4})\.",
+        tuple(f"model.mtp.layers.{{i}}.{part}" for part in ("enorm", "hnorm", "eh_proj", "final_layernorm")),
+    ),
+    Layout(
+        "MiMo-7B", "num_nextn_predict_layers", r"model\.mtp_layers\.([0-9]{1,4})\.",
+        tuple(
+            f"model.mtp_layers.{{i}}.{part}"
+            for part in ("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm")
+        ),
+    ),
+    Layout(
+        "Step-3.5", "num_nextn_predict_layers", r"model\.layers\.([0-9]{1,4})\.", _V3, inner="transformer.",
+        shared=("model.layers.{n}.shared_head.output",), behind=True,
+    ),
+    Layout(
+        "DeepSeek-V3, GLM-4.5 and later", "num_nextn_predict_layers", r"model\.layers\.([0-9]{1,4})\.",
+        (*_V3, "model.layers.{n}.shared_head.norm"),
+        shared=("model.layers.{n}.shared_head.head", "model.layers.{n}.embed_tokens"), behind=True,
+    ),
+)  # fmt: skip
+
+_EXPERT = re.compile(r"experts\.[0-9]{1,6}\.")
+_TARGET = re.compile(r"model\.layers\.([0-9]{1,4})\.(.+)")
+
+
+@dataclass(frozen=True)
+class Head:
+    """What the head is: its family's layout, layers on disk and promised, and what is missing or shared."""
+
+    family: str
+    layers: int  # on disk
+    promised: int | None  # by config.json; None where it says nothing
+    modules: tuple[str, ...]
+    missing: tuple[str, ...]  # modules that its layout or its target's layers have and it does not
+    shared: tuple[str, ...]  # modules that may be the target's own and are not in the file
+    dtypes: Mapping[str, int]  # linear weights by dtype as planned
+
+    @property
+    def complete(self) -> bool:
+        return self.layers > 0 and not self.missing and (self.promised is None or self.layers >= self.promised)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The head as JSON can hold it."""
+        return {
+            "family": self.family,
+            "layers": self.layers,
+            "promised": self.promised,
+            "complete": self.complete,
+            "missing": list(self.missing),
+            "shared_with_target": list(self.shared),
+            "linear_weights": dict(self.dtypes),
+        }
+
+    def __str__(self) -> str:
+        if not self.layers:
+            return "no MTP head" + (f", though config.json promises {self.promised}" if self.promised else "")
+        kinds = ", ".join(f"{count} {dtype.upper()}" for dtype, count in self.dtypes.items())
+        state = "complete" if self.complete else f"INCOMPLETE: {len(self.missing)} modules missing"
+        shared = (
+            f"; uses the target's {', '.join(name.rpartition('.')[2] for name in self.shared)}" if self.shared else ""
+        )
+        layers = f"{self.layers} layer{'s' if self.layers > 1 else ''}"
+        return f"{self.family}: {layers}, linear weights {kinds}, {state}{shared}"
+
+
+def find_head(modules: Iterable[Any], config: dict[str, Any]) -> Head | None:
+    """The draft head among planned modules, or None where there is none and none is promised."""
+    text = text_config(config)
+    plain = {normalised(module.name): module for module in modules}
+    promised = _promised(text)
+    count = text.get("num_hidden_layers")
+    base = count if type(count) is int and 0 < count < 100_000 else None
+    best: tuple[int, Layout, dict[int, list[str]]] | None = None
+    for layout in LAYOUTS:
+        found = _layers(layout, plain, base)
+        score = sum(name in plain for i in found or [0] for name in _named(layout.fusion, i, base))
+        if (found or score) and (best is None or score > best[0]):
+            best = score, layout, found
+    if best is None or not best[0]:
+        return Head("", 0, promised, (), (), (), {}) if promised else None
+    _, layout, found = best
+    numbers = sorted(found)
+    missing = [name for i in numbers or [0] for name in _named(layout.fusion, i, base) if name not in plain]
+    shared = [name for i in numbers or [0] for name in _named(layout.shared, i, base) if name not in plain]
+    missing += _missing_in_blocks(layout, found, plain, base)
+    drafts = draft_prefixes(config)
+    inside = [name for name in plain if part_of(name, drafts) == "draft"]
+    dtypes = Counter(plain[name].weight for name in inside if plain[name].kind == "linear")
+    return Head(
+        layout.family, len(numbers), promised, tuple(inside), tuple(missing), tuple(shared), dict(dtypes.most_common())
+    )
+
+
+def _promised(text: dict[str, Any]) -> int | None:
+    for key in ("mtp_num_hidden_layers", "num_nextn_predict_layers", "num_mtp_modules"):
+        if type(text.get(key)) is int:
+            return text[key]
+    return None
+
+
+def _named(names: Sequence[str], i: int, base: int | None) -> list[str]:
+    return [name.format(i=i, n=(base or 0) + i) for name in names]
+
+
+def _layers(layout: Layout, plain: Mapping[str, Any], base: int | None) -> dict[int, list[str]]:
+    """Head layer → what it holds, by name after its prefix."""
+    found: dict[int, list[str]] = {}
+    if layout.behind and base is None:
+        return found
+    pattern = re.compile(layout.layer)
+    for name in plain:
+        at = pattern.match(name)
+        if at is not None:
+            number = int(at[1]) - (base or 0 if layout.behind else 0)
+            if number >= 0:
+                found.setdefault(number, []).append(name[at.end() :])
+    return found
+
+
+def _missing_in_blocks(
+    layout: Layout, found: Mapping[int, list[str]], plain: Mapping[str, Any], base: int | None
+) -> list[str]:
+    """What the most alike of the target's layers has and a head layer's block has not; experts count as one."""
+    targets: dict[int, set[str]] = {}
+    experts: Counter[int] = Counter()
+    for name in plain:
+        at = _TARGET.match(name)
+        if at is not None and (base is None or int(at[1]) < base):
+            generic = _EXPERT.sub("experts.*.", at[2])
+            targets.setdefault(int(at[1]), set()).add(generic)
+            experts[int(at[1])] += generic != at[2]
+    missing: list[str] = []
+    for number, names in found.items():
+        own = {_EXPERT.sub("experts.*.", name.removeprefix(layout.inner)) for name in names}
+        # a hybrid's head has one kind of attention, and is like the layers that have it
+        attention = {name.partition(".")[0] for name in own if "attn" in name.partition(".")[0]} or {"self_attn"}
+        alike = {i: names for i, names in targets.items() if attention <= {name.partition(".")[0] for name in names}}
+        if not alike or not own:
+            continue
+        like = max(alike, key=lambda layer: (len(alike[layer] & own) - 0.1 * len(alike[layer] - own), -layer))
+        if not targets[like] & own:
+            continue
+        prefix = layout.layer.replace(r"([0-9]{1,4})", str(number + (base or 0 if layout.behind else 0)))
+        prefix = prefix.replace("\\", "") + layout.inner
+        missing += [prefix + name for name in sorted(targets[like] - own)]
+        few = experts[like] - sum("experts.*." in _EXPERT.sub("experts.*.", name) for name in names)
+        if few > 0 and not any("experts" in name for name in targets[like] - own):
+            missing += [f"{prefix}mlp.experts: {few} of {experts[like]} experts' weights"]
+    return missing

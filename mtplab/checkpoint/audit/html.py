@@ -1,0 +1,49 @@
+"""An audit as HTML for a notebook or a report: no script, every text from the file escaped."""
+
+from __future__ import annotations
+
+from html import escape
+from typing import TYPE_CHECKING
+
+from mtplab.checkpoint.audit.text import MODULE_COLUMNS, module_rows, size_rows, title, verdict
+from mtplab.checkpoint.text_table import html_table, printable
+
+if TYPE_CHECKING:
+    from mtplab.checkpoint.audit.audit import Audit
+    from mtplab.checkpoint.audit.finding import Finding
+
+__all__ = ["as_html", "findings_html"]
+
+MAX_ROWS = 400
+# the word is there as well as the colour, and both colours are readable on white and on black
+_COLOURS = {"error": "#C2410C", "warning": "#A16207", "note": "#4B6A88"}
+
+
+def as_html(audit: Audit) -> str:
+    """Title, sizes, head, findings, and the modules folded away."""
+    columns, rows = size_rows(audit)
+    sizes = html_table(columns, rows, columns[1:], caption="Bytes by part and storage dtype")
+    head = f"<p>MTP head: {escape(printable(audit.head or 'none', 1500))}</p>"
+    modules = module_rows(audit)
+    more = f"<p>{len(modules) - MAX_ROWS} modules more are not shown</p>" if len(modules) > MAX_ROWS else ""
+    table = html_table(MODULE_COLUMNS, modules[:MAX_ROWS], ("bytes",), caption="Modules, and the rule that decided")
+    return (
+        f'<div class="mtplab-audit"><p><strong>{escape(title(audit))}</strong><br>{escape(verdict(audit))}</p>'
+        f"{findings_html(audit.findings)}{sizes}{head}"
+        f"<details><summary>{len(modules)} modules</summary>"
+        f'<div style="max-height:32em;overflow:auto">{table}{more}</div></details></div>'
+    )
+
+
+def findings_html(findings: tuple[Finding, ...]) -> str:
+    """A list of findings, errors first: what, why, what to do."""
+    items = []
+    for finding in findings:
+        tag = (
+            f'<strong style="color:{_COLOURS[finding.severity]}">{finding.severity}</strong> '
+            f"<code>{escape(finding.kind)}</code>"
+        )
+        told = [f"{tag} {escape(printable(finding.message, 1500))}"]
+        told += [escape(printable(text, 1500)) for text in (finding.why, finding.fix) if text]
+        items.append(f"<li>{'<br>'.join(told)}</li>")
+    return f'<ul class="mtplab-findings">{"".join(items)}</ul>' if items else ""

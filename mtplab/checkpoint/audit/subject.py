@@ -1,0 +1,71 @@
+"""What the checks look at, gathered once: the checkpoint, its modules as planned, its head, its exclusion list."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from mtplab.checkpoint.audit.heads import Head, find_head
+from mtplab.checkpoint.config_json import text_config
+from mtplab.checkpoint.exclusions import ListedModules
+from mtplab.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from mtplab.checkpoint.checkpoint import Checkpoint
+    from mtplab.checkpoint.plan import ModulePlan, Plan
+
+__all__ = ["Subject"]
+
+
+class Subject:
+    """One checkpoint under audit. Reads headers only."""
+
+    def __init__(self, ckpt: Checkpoint) -> None:
+        self.ckpt = ckpt
+        self.config = ckpt.config
+        self.text = text_config(ckpt.config)
+        self.quantization = ckpt.quantization
+
+    @cached_property
+    def plan(self) -> Plan:
+        return self.ckpt.look()
+
+    @property
+    def modules(self) -> tuple[ModulePlan, ...]:
+        return self.plan.modules
+
+    @cached_property
+    def linears(self) -> tuple[ModulePlan, ...]:
+        """The modules that are matrix products, in use by a run."""
+        return tuple(module for module in self.modules if module.kind == "linear" and module.part != "unused")
+
+    @cached_property
+    def head(self) -> Head | None:
+        return find_head(self.modules, self.config)
+
+    @cached_property
+    def content(self) -> dict[str, Any]:
+        """The quantisation config as it stands, {} where there is none."""
+        return self.ckpt.found.content if self.ckpt.found is not None else {}
+
+    @cached_property
+    def entry_of(self) -> dict[str, str]:
+        """Module → the entry of the exclusion list that covers it, of those that one does."""
+        found: dict[str, str] = {}
+        for module in self.modules:
+            try:
+                entry = self.listed.entry_for(module.name)
+            except CheckpointError:  # a pattern that cannot be run: the plan says so
+                break
+            if entry is not None:
+                found[module.name] = entry
+        return found
+
+    @cached_property
+    def listed(self) -> ListedModules:
+        entries = self.quantization.exclusions if self.quantization is not None else ()
+        return ListedModules(entries, self.quantization.where if self.quantization is not None else "")
+
+    @property
+    def list_key(self) -> str:
+        return self.quantization.exclusions_key if self.quantization is not None else ""

@@ -1,0 +1,53 @@
+"""Tables as aligned text and as HTML, of cells nobody vouches for: control characters shown, markup escaped.
+
+Knows nothing of what stands in them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from html import escape
+
+__all__ = ["aligned", "as_bytes", "html_table", "printable"]
+
+
+def printable(text: object, limit: int = 200) -> str:
+    """The text on one line of at most `limit` characters, escaped where it holds what a terminal would obey."""
+    plain = str(text)
+    plain = plain if len(plain) <= limit else plain[: limit - 1] + "…"
+    return plain if plain.isprintable() else ascii(plain)[1:-1]
+
+
+def as_bytes(count: int) -> str:
+    """1234567 as "1.23 MB"; powers of ten, as disks and checkpoints are sold."""
+    for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= size:
+            return f"{count / size:.3g} {unit}" if count < 999.5 * size else f"{count / size:,.0f} {unit}"
+    return f"{count} B"
+
+
+def aligned(columns: Sequence[str], rows: Sequence[Sequence[str]], right: Collection[str] = ()) -> list[str]:
+    """A line for the columns' names and one for each row; columns named in `right` are set to the right."""
+    widths = [max(map(len, column)) for column in zip(columns, *rows, strict=True)]
+    lines = []
+    for row in (columns, *rows):
+        cells = (
+            cell.rjust(width) if name in right else cell.ljust(width)
+            for name, cell, width in zip(columns, row, widths, strict=True)
+        )
+        lines.append("  ".join(cells).rstrip())
+    return lines
+
+
+def html_table(
+    columns: Sequence[str], rows: Iterable[Sequence[str]], right: Collection[str] = (), caption: str = ""
+) -> str:
+    """The same as a table; every cell escaped, header cells with their scope."""
+    head = "".join(f'<th scope="col">{escape(name)}</th>' for name in columns)
+    align = ['<td style="text-align:right">' if name in right else "<td>" for name in columns]
+    body = "".join(
+        "<tr>" + "".join(f"{tag}{escape(cell)}</td>" for tag, cell in zip(align, row, strict=True)) + "</tr>"
+        for row in rows
+    )
+    title = f"<caption>{escape(caption)}</caption>" if caption else ""
+    return f"<table>{title}<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"

@@ -184,6 +184,7 @@ class Checkpoint:
             from mtplab.checkpoint.values import read_dequantized
 
             return read_dequantized(self._pairing.pair(info))
+        self._refuse_codes(info)
         if info.dtype == "C64":
             raise CheckpointError(f"{info.file}: tensor {shown(info.name)} is complex: expected real values. Use read.")
         return self.read(info.name).float()
@@ -199,7 +200,13 @@ class Checkpoint:
         info = self.info(name)
         if self._pairing.is_quantised(info):
             return dequantized_bands(self._pairing.pair(info))
+        self._refuse_codes(info)
         return plain_bands(info)
+
+    def _refuse_codes(self, info: TensorInfo) -> None:
+        fault = self._pairing.packed_fault(info)
+        if fault is not None:
+            raise CheckpointError(fault)
 
     def pair(self, name: str) -> Pair | None:
         """The codes and the scale of an FP8 weight, or None where the tensor is not FP8.

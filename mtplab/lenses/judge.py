@@ -282,7 +282,8 @@ class _Judge:
 
     def _consequence(self, built: str, has_scale: bool) -> Consequence:
         if built == "fp8":
-            return self._method.fp8_for_plain or self._engine.fp8_for_plain
+            own = self._method.fp8_for_plain
+            return (own(self._content) if callable(own) else own) or self._engine.fp8_for_plain
         if not has_scale:
             return Consequence(SILENT, "there is no scale to miss, and the raw codes are taken for weights")
         return self._family.plain_for_fp8 or self._engine.plain_for_fp8
@@ -320,7 +321,8 @@ class _Judge:
             return f"{name} builds {judged} of {len(verdicts)} linear modules, as the file holds them{rest}."
         gravest = min(disagreements, key=lambda item: _GRAVITY[item.outcome])
         count = sum(len(item.modules) for item in disagreements)
-        return f"{name}: {_OUTCOMES[gravest.outcome]}, {count} modules differ{rest}. {gravest.sentence}"
+        differ = "1 module differs" if count == 1 else f"{count} modules differ"
+        return f"{name}: {_OUTCOMES[gravest.outcome]}, {differ}{rest}. {gravest.sentence}"
 
 
 _GRAVITY = {LOAD_ERROR: 0, SILENT: 1, LOSSY: 2, UNKNOWN: 3}

@@ -25,7 +25,8 @@ from mtplab.report.text import escape, human_bytes, plain
 
 __all__ = ["AuditPanel"]
 
-AS_IS, NOTHING, RECOMMENDED, OWN = "as in the file", "an empty list", "the one under which engines agree", "picked below"
+AS_IS, NOTHING, OWN = "as in the file", "an empty list", "picked below"
+RECOMMENDED = "the one under which engines agree"
 EDIT, WRITE = "only the list is edited", "the checkpoint is written again"
 
 _LABEL = {"description_width": "130px"}

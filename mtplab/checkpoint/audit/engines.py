@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from mtplab.checkpoint.audit.finding import Finding
+from mtplab.checkpoint.audit.finding import Finding, listed
 from mtplab.checkpoint.audit.subject import Subject
-from mtplab.checkpoint.lenses import Looks, View, look
+from mtplab.checkpoint.lenses import Disagreement, Looks, View, lenses, look
 from mtplab.checkpoint.lenses.base import LOAD_ERROR, LOSSY, SILENT
 
 __all__ = ["engine_findings", "engines_of", "views_of"]
@@ -34,12 +34,24 @@ def engines_of(subject: Subject) -> Looks | None:
 
 
 def engine_findings(looks: Looks | None) -> Iterator[Finding]:
-    """What an engine builds otherwise than the file holds it; an engine that does not read the format is none."""
+    """What an engine builds otherwise than the file holds it: one finding for each engine and outcome.
+
+    An engine that does not read the format at all is a note: the checkpoint was not made for it.
+    """
+    reads = {engine.name: engine.methods for engine in lenses()}
     for item in looks.looks if looks is not None else ():
+        by_outcome: dict[str, list[Disagreement]] = {}
         for found in item.disagreements:
-            if found.outcome in _SEVERITY:
-                yield Finding(
-                    _SEVERITY[found.outcome], _KIND[found.outcome], found.sentence, found.modules,
-                    f"As {item.engine} {item.version} reads the config.",
-                    "Write the list under which the engines agree (mtplab quantize does), or use another engine.",
-                )  # fmt: skip
+            by_outcome.setdefault(found.outcome, []).append(found)
+        for outcome, alike in by_outcome.items():
+            if outcome not in _SEVERITY:
+                continue
+            modules = tuple(name for found in alike for name in found.modules)
+            more = f" ({len(modules)} modules in all: {listed(modules)}.)" if len(modules) > 1 else ""
+            meant = item.method in reads[item.engine]
+            yield Finding(
+                _SEVERITY[outcome] if meant else "note", _KIND[outcome] if meant else "engine-unread",
+                alike[0].sentence + more, modules, f"As {item.engine} {item.version} reads the config.",
+                "Write the list under which the engines agree (mtplab quantize does), or use another engine." if meant
+                else "Use an engine that reads the format, or write the checkpoint in another layout.",
+            )  # fmt: skip

@@ -43,8 +43,8 @@ def engines_html(looks: Looks | None) -> str:
     columns, rows = engine_rows(looks)
     told = "".join(f"<li>{escape(printable(item.summary, 1500))}</li>" for item in looks.looks)
     return (
-        html_table(columns, rows, caption="How engines read it")
-        + f"<p>{escape(printable(looks.sentence, 3000))}</p><details><summary>engine by engine</summary><ul>{told}</ul></details>"
+        html_table(columns, rows, caption="How engines read it") + f"<p>{escape(printable(looks.sentence, 3000))}</p>"
+        f"<details><summary>engine by engine</summary><ul>{told}</ul></details>"
     )
 
 

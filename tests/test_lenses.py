@@ -22,7 +22,7 @@ from lens_models import (
     qwen,
     views,
 )
-from mtplab.lenses import Look, View, lenses, look, recommended_exclusions
+from mtplab.checkpoint.lenses import Look, View, lenses, look, recommended_exclusions
 
 ENGINES = [engine.name for engine in lenses()]
 

@@ -9,8 +9,8 @@ import time
 import pytest
 
 from lens_models import CT, FP8, LLAMA
-from mtplab.lenses import View, look
-from mtplab.lenses.matching import RULES, Unit
+from mtplab.checkpoint.lenses import View, look
+from mtplab.checkpoint.lenses.matching import RULES, Unit
 
 QKV = ("q_proj", "k_proj", "v_proj")
 

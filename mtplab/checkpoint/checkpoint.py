@@ -274,6 +274,22 @@ class Checkpoint:
             warnings=tuple(problem.message for problem in self.problems),
         )
 
+    def with_exclusions(self, entries: Sequence[str]) -> Checkpoint:
+        """The same files under another exclusion list, as if their quantisation config had this one.
+
+        Raises ConfigError where the checkpoint has no such config, or its format keeps no list.
+        """
+        if self.found is None or self.quantization is None or self.quantization.exclusions_key == "extra_config":
+            raise ConfigError(f"{self.path}: there is no exclusion list to exchange in its quantisation config.")
+        content = {**self.found.content}
+        inner = content.get("quantization")
+        holder = content if not isinstance(inner, dict) else {**inner}
+        holder[self.quantization.exclusions_key] = list(entries)
+        if isinstance(inner, dict):
+            content["quantization"] = holder
+        # found before any other place that a config may stand in
+        return Checkpoint(self.path, self.files, {**self.config, "quantization_config": content})
+
     def look(self) -> Plan:
         """The plan as published, with the modules that cannot be used in it as "unusable", and why as their rule."""
         return make_plan(self.tensors, self.config, self._pairing, self.quantization, faulty=True)

@@ -12,13 +12,13 @@ from dataclasses import dataclass
 
 from mtplab.checkpoint import Checkpoint, ModulePlan, Plan, TensorInfo
 from mtplab.checkpoint.exclusions import QWEN_PUBLISHED, UserPatterns, parse_exclude
+from mtplab.checkpoint.lenses import View, recommended_exclusions
 from mtplab.checkpoint.names import draft_prefixes, module_of, normalised, part_of
 from mtplab.checkpoint.pairing import Pair
 from mtplab.checkpoint.strict_json import shown
 from mtplab.convert.layouts import Recipe, layouts
 from mtplab.convert.pieces import Piece, Pieces, can_carry, carried, copied, decoded, encoded, is_fp8, keeps_scale
 from mtplab.errors import ConfigError
-from mtplab.lenses import View, recommended_exclusions
 
 __all__ = ["DRAFTS", "Decision", "Wish", "decide"]
 

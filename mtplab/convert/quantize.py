@@ -18,6 +18,7 @@ from typing import Any
 from mtplab.checkpoint import Checkpoint, Plan, SafetensorsWriter, open_checkpoint
 from mtplab.checkpoint.config_json import SEPARATE_FILE, with_quantization
 from mtplab.checkpoint.index import INDEX_NAME
+from mtplab.checkpoint.lenses import View, look
 from mtplab.checkpoint.strict_json import read_json_object
 from mtplab.convert.amend import amended
 from mtplab.convert.decide import Decision, Wish, decide
@@ -28,7 +29,6 @@ from mtplab.convert.pieces import Piece
 from mtplab.convert.rows import Shard
 from mtplab.convert.state import Partial, identity, write_json
 from mtplab.errors import CheckpointError, ConfigError
-from mtplab.lenses import View, look
 
 __all__ = ["FORMATS", "Written", "quantize_checkpoint"]
 

@@ -11,8 +11,7 @@ import fnmatch
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
-from mtplab.checkpoint.strict_json import shown
-from mtplab.lenses.patterns import (
+from mtplab.checkpoint.lenses.patterns import (
     Patterns,
     anywhere,
     full_or_subtree,
@@ -22,6 +21,7 @@ from mtplab.lenses.patterns import (
     simple_glob,
     to_boundary,
 )
+from mtplab.checkpoint.strict_json import shown
 
 __all__ = ["BLOCK", "RULES", "Answer", "Rule", "Targets", "Unit"]
 

@@ -327,7 +327,7 @@ def variants(target: Target) -> list[Variant]:
     found.append(
         Variant(
             match_tokens,
-            "",
+            "any drafts",
             {**whole, "p_best": "*i64", **integers(match_tokens, _MATCH_NUMBERS)},
             {"BLOCK_J": BLOCK_J, "BLOCK_S": BLOCK_S},
             num_warps=WARPS,

@@ -369,7 +369,7 @@ def variants(target: Target) -> list[Variant]:
                     quick=(q, block_d) == ("bf16", 128),
                 )
             )  # fmt: skip
-    return with_large(found, target, "p_code") + sums
+    return with_large(found, target, ("p_code",)) + sums
 
 
 def _piece_variant(family: str, q: str, block_h: int, code: str, meta: str | None, packed: bool, tile: Tile) -> Variant:

@@ -172,4 +172,4 @@ def variants(target: Target) -> list[Variant]:
                 quick=(block_k, x, state) == (128, "bf16", "fp32"),
             )
         )  # fmt: skip
-    return with_large(found, target, "p_state", "p_ring")
+    return with_large(found, target, ("p_ring",), ("p_state", "p_ring"))

@@ -23,6 +23,7 @@ __all__ = [
     "quantize_activation",
     "quantize_block",
     "round_activation",
+    "round_static",
 ]
 
 ACTIVATION_AMAX_FLOOR = 1e-6
@@ -33,6 +34,7 @@ _memory = threading.local()
 
 # an E4M3 code moved into a float16's bits reads as value * 2**-8; the factor is undone in the scale
 _E4M3_AS_HALF = 256.0
+_LARGEST_SCALE = 2.0**120  # times the factor it would be infinite: UE8M0 reaches 2**127
 
 # below this many elements three casts cost less than the eight small operators of the exact float32 rounding
 _CAST_IS_CHEAPER = 2048
@@ -117,7 +119,7 @@ def _dequantize_band(
     """
     if data.dtype == torch.float8_e5m2:
         out.copy_(bits.copy_(data.view(torch.int8)).mul_(256).view(torch.float16))
-    elif has_nan:
+    elif has_nan or float(rows.amax()) >= _LARGEST_SCALE:
         out.copy_(data)  # E4M3's NaN codes have the bits of an ordinary float16
     else:
         # sign extension leaves a copy of the sign in bit 14, where E4M3's exponent ends: clear it
@@ -221,3 +223,8 @@ def round_activation(x: torch.Tensor, group: int = 128) -> torch.Tensor:
         rounded = scaled.add_(magic).sub_(magic).mul_(scale)
     rounded = rounded.flatten(-2)
     return rounded if rounded.shape[-1] == x.shape[-1] else rounded[..., : x.shape[-1]]
+
+
+def round_static(x: torch.Tensor, scale: float) -> torch.Tensor:
+    """x [.., k] over one stored scale, cut at E4M3's ±448, rounded to E4M3, times the scale: float32 [.., k]."""
+    return (x.float() / scale).clamp_(-448.0, 448.0).to(torch.float8_e4m3fn).float().mul_(scale)

@@ -216,7 +216,7 @@ def variants(target: Target) -> list[Variant]:
         more = {"p_residual": f"*{y}"} if residual else {}
         fixed = {} if residual else {"p_residual": None}
         found.append(product(gemm_block, target, tile, y, _GEMM_SIZES, more, fixed, "p_residual"))
-    found = with_large(found, target, "w")
+    found = with_large(found, target, ("w",))
     for unit, (y, residual) in itertools.product(UNITS, outputs):
         pointers = ["p_part", "p_y", *(["p_residual"] if residual else [])]
         found.append(

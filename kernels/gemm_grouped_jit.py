@@ -91,4 +91,4 @@ def variants(target: Target) -> list[Variant]:
         product(gemm_grouped, target, tile, y, _SIZES, routing, {})
         for tile, y in itertools.product(tiles(target), ("bf16", "fp16", "fp32"))
     ]
-    return with_large(found, target, "w")
+    return with_large(found, target, ("w",))

@@ -105,4 +105,4 @@ def variants(target: Target) -> list[Variant]:
         product(gemm_scaled, target, tile, y, _SIZES, {}, fixed)
         for tile, y in itertools.product(tiles(target), ("bf16", "fp16", "fp32"))
     ]
-    return with_large(found, target, "w")
+    return with_large(found, target, ("w",))

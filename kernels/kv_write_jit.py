@@ -193,4 +193,4 @@ def variants(target: Target) -> list[Variant]:
         )
         for (code, meta, levels, top), x, block_h in itertools.product(stores, tops, sorted(set(map(block_of, HEADS))))
     ]  # fmt: skip
-    return with_large(found, target, "p_code")
+    return with_large(found, target, ("p_code",))

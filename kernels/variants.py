@@ -59,11 +59,18 @@ def integers(kernel: Any, names: Iterable[str]) -> dict[str, str]:
     return {name: "i64" if str(said.get(name)) == "tl.int64" else "i32" for name in names}
 
 
-def with_large(variants: list[Variant], target: Target, *names: str) -> list[Variant]:
-    """The variants, and on AMD, where that is compiled anew, those for tensors `names` of more than 2 GiB."""
+def with_large(variants: list[Variant], target: Target, *names: tuple[str, ...]) -> list[Variant]:
+    """The variants, and on AMD, where that is compiled anew, those for each set of tensors of more than 2 GiB.
+
+    For what is kept between launches: caches, states, weights. An activation that large compiles its kernel once more.
+    """
     if target.backend != "hip":
         return variants
-    large = [replace(x, large=names, label=f"{x.label} >2 GiB", quick=False) for x in variants]
+    large = [
+        replace(x, large=which, label=f"{x.label} {'+'.join(which)} >2 GiB", quick=False)
+        for which in names
+        for x in variants
+    ]
     return variants + large
 
 

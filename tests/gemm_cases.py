@@ -7,7 +7,6 @@ import torch
 
 from mtplab.kernels import gemm, gemm_grouped, gemm_plan
 from mtplab.kernels.targets import TARGETS
-from mtplab.kernels.variants import Variant
 
 # pointers, tensor descriptors, FNUZ
 WAYS = ("sm_89", "sm_90", "gfx942")
@@ -47,33 +46,3 @@ def powers(*shape: int, seed: int = 0) -> torch.Tensor:
 
 def blocks(size: int) -> int:
     return -(-size // 128)
-
-
-class Recorder:
-    """Stands for a kernel whose results are the argument at `y`; keeps how it was launched, and runs nothing."""
-
-    def __init__(self, y: int, residual: int | None = None):
-        self.y, self.residual = y, residual
-        self.launches: set[tuple] = set()
-
-    def __getitem__(self, grid):
-        return self.launch
-
-    def launch(self, *arguments, num_warps, num_stages, **constants):
-        if self.residual is not None and arguments[self.residual] is None:
-            constants["p_residual"] = None
-        y = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32"}[arguments[self.y].dtype]
-        self.launches.add(_key(y, num_warps, num_stages, constants))
-
-
-def keys(variants: list[Variant], kernel: object) -> set[tuple]:
-    """The kernel's variants, as a `Recorder` keeps launches."""
-    return {
-        _key(variant.signature["p_y"], variant.num_warps, variant.num_stages, variant.constants)
-        for variant in variants
-        if variant.kernel is kernel
-    }
-
-
-def _key(y: str, num_warps: int, num_stages: int, constants: dict) -> tuple:
-    return y, num_warps, num_stages, *sorted(constants.items(), key=str)

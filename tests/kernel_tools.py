@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Iterator
 from contextlib import contextmanager
 from unittest import mock
@@ -30,6 +31,17 @@ def poisoned() -> Iterator[None]:
 
     with mock.patch.object(torch, "empty", make):
         yield
+
+
+def vast(*shape: int, dtype: torch.dtype, stride: tuple[int, ...]) -> torch.Tensor:
+    """A tensor whose elements lie gibibytes apart: address space only, but for the pages that are written.
+
+    As much lies before it, where an offset that wraps to a negative number goes astray without harm.
+    """
+    count = sum((size - 1) * step for size, step in zip(shape, stride, strict=True)) + 1
+    reserved = getattr(mmap, "MAP_NORESERVE", 0x4000)
+    memory = mmap.mmap(-1, 2 * count * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | reserved)
+    return torch.frombuffer(memory, dtype=dtype).as_strided(shape, stride, count)
 
 
 def relative_error(got: torch.Tensor, expected: torch.Tensor) -> float:

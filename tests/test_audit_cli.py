@@ -47,7 +47,7 @@ def test_the_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert "headers and values read" in out
 
 
-KEYS = {"path", "method", "files", "tensors", "deep", "bytes", "head", "findings"}
+KEYS = {"path", "method", "files", "tensors", "deep", "bytes", "head", "findings", "engines"}
 HEAD_KEYS = {"family", "layers", "promised", "complete", "missing", "shared_with_target", "linear_weights"}
 MODULE_KEYS = {"name", "part", "kind", "shape", "stored", "weight", "scale", "scale_dtype", "block", "bytes", "rule"}
 

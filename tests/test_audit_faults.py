@@ -331,7 +331,8 @@ def clean(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, bool], Aud
 
 def check(found: Audit, before: Audit, kinds: dict[str, str], name: str, says: str) -> list[Finding]:
     known = {(f.kind, f.severity) for f in before.findings}
-    new = [f for f in found.findings if (f.kind, f.severity) not in known]
+    # what each engine makes of it is tested where the engines are
+    new = [f for f in found.findings if (f.kind, f.severity) not in known and not f.kind.startswith("engine-")]
     assert {f.kind: f.severity for f in new} == kinds, new
     told = [f"{f.message} {f.why} {f.fix} {' '.join(f.tensors)}" for f in new]
     assert any(name in text for text in told) and any(says in text for text in told), told
@@ -415,7 +416,7 @@ def test_the_nearest_name_is_told_for_a_name_written_otherwise(tmp_path: Path) -
     for i in range(4):
         made.tensors[f"model.layers.{i}.self_attn.indexer.weights_proj.weight"] = made.values(H, H).bfloat16()
     listing(*(f"model.layers.{i}.self_attn.indexers_proj" for i in range(3)))(made)
-    (finding,) = audited(made, tmp_path, False).at_least("warning")
+    (finding,) = (f for f in audited(made, tmp_path, False).at_least("warning") if not f.kind.startswith("engine-"))
     assert (finding.kind, len(finding.tensors)) == ("unmatched-entry", 3)
     assert "nearest to the first: 'model.layers.0.self_attn.indexer.weights_proj'" in finding.message
 

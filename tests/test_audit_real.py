@@ -28,24 +28,25 @@ REAL: dict[str, str] = {
     "ct-fp8-channel-dynamic": "",
     "ct-fp8-mixed-groups": "| n:fused-scales",
     "ct-nvfp4-reject": "e:not-read",
-    "derived-hf_quant_config-only": "n:kv-scales | n:fused-scales",
+    "derived-hf_quant_config-only": "n:engine-unread n:kv-scales | n:fused-scales",
     "derived-int8-viewed-fp8": "w:bytes-as-integers",
     "ds-ue8m0-e8m0dtype": "n:e8m0-scales n:tensor-parallel",
-    "ds-v3-ragged-mtp": "n:tensor-parallel | w:random-head",
+    "ds-v3-ragged-mtp": "n:engine-lossy n:tensor-parallel | w:random-head",
     "hand-fbgemm_fp8": "",
     "hand-fnuz": "w:fnuz",
     "hf-qwen3_5-dense-mtpfc-fp8": "w:unused-layers n:tensor-parallel n:draft-numbering | e:norm-convention",
     "llmc-fp8-static-kv": "n:kv-scales | n:fused-scales",
-    "mo-fp8-pb-wo-ragged": "n:tensor-parallel",
-    "mo-fp8-tensor-kv": "n:kv-scales | n:fused-scales",
+    "mo-fp8-pb-wo-ragged": "n:engine-unread n:tensor-parallel",
+    "mo-fp8-tensor-kv": "n:engine-unread n:kv-scales | n:fused-scales",
     "quark-fp8-custom-fp8": "| n:fused-scales",
     "quark-fp8-tensor-kv": "n:kv-scales | n:fused-scales",
     "tf-fp8-llama160-pertensor-static": "| n:fused-scales",
     "tf-fp8-llama160-ragged": "w:junk-scale w:nothing-quantised",
     "tf-fp8-llama64-b32-sharded": "n:tensor-parallel",
-    "tf-fp8-qwen3_5-b128": "w:junk-scale w:untileable w:fused-split n:tensor-parallel | e:norm-convention",
+    "tf-fp8-qwen3_5-b128": "w:junk-scale w:untileable w:fused-split w:engine-silent n:engine-lossy n:tensor-parallel "
+                           "| e:norm-convention",
     "torchao-fp8-wo": "",
-}
+}  # fmt: skip
 
 
 def kinds(audit: Audit) -> set[str]:

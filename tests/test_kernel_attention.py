@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from kernel_tools import interpreted, poisoned, relative_error
+from kernel_tools import interpreted, poisoned, relative_error, vast
 from mtplab.kernels import attention, attention_reference
 from mtplab.kernels.attention import attend_cache
 from mtplab.kernels.kv_layout import format_of
@@ -198,6 +198,16 @@ def test_the_engines_cache_is_attended_as_the_engine_does(policy):
     assert relative_error(got, expected) < ERROR[FP32]
 
 
+def test_slots_that_lie_more_than_32_bits_apart():
+    """Slot 8 begins 2^34 elements after slot 0 in the codes and 2^31 in meta, as in pools laid out token by token."""
+    near, near_meta, table = filled("int8", [9], 1, 64, BF16)
+    codes = vast(2, 1, 1, 9, 64, dtype=torch.uint8, stride=(64, 0, 128, 2**31, 1)).copy_(near)
+    meta = vast(2, 1, 1, 9, 2, dtype=BF16, stride=(2, 0, 4, 2**28, 1)).copy_(near_meta)
+    q, positions = queries(1, 1, 2, 64, BF16), torch.tensor([[8]])
+    expected = attend_cache(q, near, near_meta, positions, table)
+    assert torch.equal(attend_cache(q, codes, meta, positions, table), expected)
+
+
 # what a result may depend on
 
 
@@ -247,7 +257,7 @@ def test_decoding_and_verification_agree(most):
 
 def test_a_query_that_sees_nothing_gets_zeros():
     codes, meta, table = filled("int8", [70, 70], 1, 64, BF16)
-    q, positions = queries(2, 2, 2, 64, BF16), torch.tensor([[-1, 69], [-1, -5]])
+    q, positions = queries(2, 2, 2, 64, BF16), torch.tensor([[-1, 69], [-(2**32), -5]])
     expected = expected_of(q, codes, meta, positions, table)
     for piece in (64, 128):
         with poisoned():
@@ -299,6 +309,9 @@ def test_no_sequences_and_the_reference_chosen(monkeypatch):
     assert relative_error(got, expected) < ERROR[BF16]
 
 
+FP8_CODES = torch.zeros(2, 1, 1, 9, 64).to(torch.float8_e4m3fn)
+
+
 @pytest.mark.parametrize(
     "change, message",
     [
@@ -309,6 +322,15 @@ def test_no_sequences_and_the_reference_chosen(monkeypatch):
         ({"codes": torch.ones(2, 1, 2, 9, 64), "meta": None}, "codes are torch.float32 and q is torch.bfloat16"),
         ({"positions": torch.zeros(1, 2).long()}, r"positions has shape \[1, 2\]; expected \[1, 1\]"),
         ({"v_scale": 2.0}, "v_scale is 2.0 with a cache of int8"),
+        ({"codes": FP8_CODES, "meta": None, "v_scale": 0.0}, "v_scale is 0.0; expected a positive number"),
+        ({"codes": FP8_CODES, "meta": None, "k_scale": float("inf")}, "k_scale is inf; expected a positive number"),
+        (
+            {
+                "codes": torch.zeros(2, 1, 1, 1, 64, dtype=torch.uint8).expand(2, 1, 1, 2**31, 64),
+                "meta": torch.zeros(2, 1, 1, 1, 2, dtype=BF16).expand(2, 1, 1, 2**31, 2),
+            },
+            "table has 1 pages of 2147483648 slots; expected at most",
+        ),
         ({"piece": 100}, "piece is 100; expected a multiple of 64"),
         ({"most_tokens": 0}, "most_tokens is 0, and q has 1 tokens"),
         ({"codes": torch.zeros(2, 1, 2, 9, 65, dtype=torch.uint8)[..., :64]}, "expected multiples of 16 elements"),

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 import torch
 
-from gemm_cases import WAYS, Recorder, blocks, codes, keys, on, powers, scales, whole
+from gemm_cases import WAYS, blocks, codes, on, powers, scales, whole
 from kernel_tools import interpreted, poisoned, relative_error
-from mtplab.kernels import gemm_block_jit, gemm_plan
+from mtplab.kernels import gemm_plan
 from mtplab.kernels.gemm import gemm_block
 from mtplab.kernels.gemm_reference import gemm_block_reference
 from mtplab.kernels.targets import TARGETS
@@ -197,20 +195,3 @@ def test_codes_that_the_gpu_does_not_multiply_are_refused(monkeypatch):
     on(monkeypatch, "gfx942")
     with pytest.raises(ValueError, match="x is torch.float8_e4m3fn; gfx942 multiplies torch.float8_e4m3fnuz"):
         gemm_block(**changed())
-
-
-@pytest.mark.parametrize("way", TARGETS)
-def test_what_is_launched_is_what_is_compiled(monkeypatch, way):
-    """Every launch of a few hundred shapes has its variant, and every variant its launch."""
-    dtype = on(monkeypatch, way)
-    variants = gemm_block_jit.variants(TARGETS[way])
-    compiled = [keys(variants, kernel) for kernel in (gemm_block_jit.gemm_block, gemm_block_jit.sum_splits)]
-    products, sums = Recorder(2, 3), Recorder(1, 2)
-    monkeypatch.setattr(gemm_block_jit, "gemm_block", products)
-    monkeypatch.setattr(gemm_block_jit, "sum_splits", sums)
-    sizes = itertools.product((1, 16, 17, 64, 65, 2000), (50, 64, 4096), (50, 256, 4096))
-    for (m, n, k), out_dtype in itertools.product(sizes, (torch.bfloat16, torch.float16, torch.float32)):
-        x, w = torch.empty(m, k, dtype=dtype), torch.empty(n, k, dtype=dtype)
-        for residual in (None, torch.empty(m, n, dtype=out_dtype)):
-            gemm_block(x, torch.empty(m, blocks(k)), w, torch.empty(blocks(n), blocks(k)), out_dtype, residual)
-    assert [products.launches, sums.launches] == compiled

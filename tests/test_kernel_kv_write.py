@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from kernel_tools import interpreted
+from kernel_tools import interpreted, vast
 from mtplab.kernels import kv_reference
 from mtplab.kernels.kv_layout import format_of
 from mtplab.kernels.kv_write import write_kv
@@ -109,12 +109,37 @@ def test_pages_in_any_order_and_strides(policy):
     assert pool_meta is None or same(kv_reference.gather(pool_meta, table, 64), whole_meta)
 
 
+def test_slots_that_lie_more_than_32_bits_apart():
+    """Slot 8 begins 2^34 elements after slot 0 in the codes and 2^31 in meta, as in pools laid out token by token."""
+    codes = vast(2, 1, 1, 9, 64, dtype=torch.uint8, stride=(64, 0, 128, 2**31, 1))
+    meta = vast(2, 1, 1, 9, 2, dtype=torch.bfloat16, stride=(2, 0, 4, 2**28, 1))
+    k = values(1, 2, 1, 64, torch.float32)
+    v = -k
+    write_kv(k, v, codes, meta, torch.tensor([[8, 1]]))
+    for which, rows in enumerate((k, v)):
+        expected, expected_meta = CODECS["int8"].encode(rows, torch.bfloat16)
+        assert same(codes[which, 0, 0, [8, 1]], expected[0, :, 0])
+        assert same(meta[which, 0, 0, [8, 1]], expected_meta[0, :, 0])
+    assert not codes[:, 0, 0, 0].any() and not meta[:, 0, 0, 0].any()
+
+
+def test_rows_that_begin_anywhere():
+    k, positions = values(1, 3, 2, 64, torch.bfloat16), torch.arange(3)[None]
+    codes, meta = cache("int8", 1, 2, 3, 64)
+    write_kv(k, k, codes, meta, positions)
+    wide = torch.zeros(1, 3, 2, 71, dtype=torch.bfloat16)
+    wide[..., 3:67] = k
+    other, other_meta = cache("int8", 1, 2, 3, 64)
+    write_kv(wide[..., 3:67], k.transpose(2, 3).contiguous().transpose(2, 3), other, other_meta, positions)
+    assert same(codes, other) and same(meta, other_meta)
+
+
 def test_nothing_is_written_outside_the_cache():
     codes, meta = cache("int8", 4, 1, 8, 64)
     before, before_meta = codes.clone(), meta.clone()
     table = torch.tensor([[3, -1], [4, 1]], dtype=torch.int32)
     # negative, in a page that is not there (−1, 4), past the table, past 32 bits
-    positions = torch.tensor([[-1, 9, 16, 2**32], [-7, 3, 2**31 - 1, 2**62]])
+    positions = torch.tensor([[-1, 9, 16, 2**32], [-(2**32), 3, 2**31 - 1, 2**62]])
     rows = torch.ones(2, 4, 1, 64)
     write_kv(rows, rows, codes, meta, positions, table)
     assert same(codes, before) and same(meta, before_meta)
@@ -223,6 +248,10 @@ ROWS, PLACES = torch.ones(1, 2, 1, 64), torch.arange(2)[None]
         ({"table": torch.zeros(1, 0, dtype=torch.int32)}, "expected rows of pages"),
         ({"k_scale": 2.0}, "k_scale is 2.0 with a cache of int8"),
         ({"codes": torch.zeros(2, 1, 1, 4, 64).to(torch.float8_e5m2), "meta": None, "v_scale": 0.0}, "v_scale is 0.0"),
+        ({"k": torch.ones(1, 2, 1, 34), "v": torch.ones(1, 2, 1, 34), "codes": torch.zeros(2, 1, 1, 4, 34).byte()},
+         "head_dim is 34; expected a multiple of 16"),
+        ({"codes": torch.zeros(2, 1, 1, 4, 67, dtype=torch.uint8)[..., :64]}, "expected multiples of 8 elements"),
+        ({"codes": torch.zeros(2, 1, 1, 4, 64).to(torch.float8_e5m2), "meta": None, "k_scale": 1e999}, "k_scale is"),
         ({"k": torch.ones(1, 2, 1, 33), "v": torch.ones(1, 2, 1, 33)}, "head_dim is 33; expected an even number"),
     ],
 )  # fmt: skip

@@ -30,12 +30,15 @@ def same(got: tuple[torch.Tensor, torch.Tensor], expected: tuple[torch.Tensor, t
 
 @pytest.mark.parametrize("m", [1, 7, 63, 100])
 @pytest.mark.parametrize("k", [1, 128, 200, 513])
-def test_the_two_steps_in_one(m, k):
+@pytest.mark.parametrize("power_of_two", [False, True], ids=["float", "ue8m0"])
+def test_the_two_steps_in_one(m, k, power_of_two):
     h = values(m, k)
     with poisoned():
-        got = silu_quantize(h)
+        got = silu_quantize(h, power_of_two=power_of_two)
     assert got[0].shape == (m, k) and got[1].shape == (m, -(-k // 128)) and got[1].stride() == (1, m)
-    same(got, silu_quantize_reference(h, torch.float8_e4m3fn))
+    same(got, silu_quantize_reference(h, torch.float8_e4m3fn, power_of_two))
+    if power_of_two:
+        assert (got[1].log2() % 1 == 0).all()
 
 
 def test_near_float64():
@@ -89,6 +92,9 @@ def test_strides_no_rows_and_the_reference(monkeypatch):
     codes, scale = silu_quantize(torch.empty(0, 512))
     assert codes.shape == (0, 256) and scale.shape == (0, 2)
     monkeypatch.setenv("MTPLAB_KERNELS", "reference")
+    for power in (False, True):
+        got, expected = silu_quantize(h, power_of_two=power), silu_quantize_reference(h, torch.float8_e4m3fn, power)
+        assert torch.equal(got[1], expected[1]) and bool((got[1].log2() % 1 == 0).all()) == power
     got, expected = silu_quantize(h), silu_quantize_reference(h, torch.float8_e4m3fn)
     assert torch.equal(got[1], expected[1]) and got[1].stride() == (1, 20)
     assert torch.equal(got[0].float(), expected[0].float())

@@ -81,6 +81,12 @@ def test_a_loaded_model_and_its_folder_are_one_point(bundled_fp8, tmp_path):
     assert sweep(bundled_fp8, depths=[2], exclude="published", results=tmp_path, **SETTINGS).reused == 1
 
 
+def test_everything_excluded_is_the_checkpoint_as_stored(bundled, tmp_path):
+    out = sweep(bundled, depths=[1], exclude=(None, ["*"]), results=tmp_path, **SETTINGS)
+    stored, excluded = out.rows
+    assert out.computed == 1 and stored.point == excluded.point and excluded.exclude_label == "*"
+
+
 def test_a_changed_weight_is_another_point(bundled, tmp_path):
     copy = shutil.copytree(bundled, tmp_path / "copy")
     settings = {**SETTINGS, "depths": [1], "results": tmp_path / "results"}

@@ -19,6 +19,9 @@ __all__ = ["ALL_PATTERNS_SECONDS", "PATTERN_SECONDS", "BoundedPatterns"]
 
 # for one pattern of a checkpoint, and all of them, over all its modules
 PATTERN_SECONDS, ALL_PATTERNS_SECONDS = 0.2, 2.0
+# where `first` asks them all of each module: together, and for each module beside. DeepSeek-V3 has 46 000 modules, for
+# which a few honest patterns take half a second
+FIRST_SECONDS, MODULE_SECONDS = 0.6, 100e-6
 _MAX_PATTERN = 2000
 _MAX_REPEATS = 1000
 _COUNTED = re.compile(r"\{[^{}]*[0-9][^{}]*\}")
@@ -28,53 +31,70 @@ class BoundedPatterns:
     """The patterns of one list, matched from a name's start; a leading `re:` is taken off.
 
     `to_module_end`: what a pattern matches must end at a dot or the name's end (transformers), else anywhere
-    (compressed-tensors). `where` names the list in messages.
+    (compressed-tensors). `globs`: they are fnmatch's, and match whole names. `where` names the list in messages.
     """
 
-    def __init__(self, patterns: Iterable[str], where: str, to_module_end: bool = False) -> None:
+    def __init__(
+        self, patterns: Iterable[str], where: str, to_module_end: bool = False, globs: bool = False
+    ) -> None:
         self._where = where
-        self._template = r"(?:{})(?:\.|$)" if to_module_end else "{}"
+        self._template = "*" if globs else r"(?:{})(?:\.|$)" if to_module_end else "{}"
         self._spent = dict.fromkeys(patterns, 0.0)
-        self._spent_by_all = 0.0
+        self._left, self._all = ALL_PATTERNS_SECONDS, ALL_PATTERNS_SECONDS
+        self._compiled: dict[str, Any] = {}
+
+    def first(self, *texts: str) -> str | None:
+        """The first pattern of the list that matches any of `texts`, the names of one module, from its start, or None.
+
+        Raises CheckpointError for one that is no regular expression or has used up PATTERN_SECONDS, and for all of
+        them together.
+        """
+        if self._all != FIRST_SECONDS:
+            self._left = self._all = FIRST_SECONDS
+        self._left += MODULE_SECONDS
+        texts = tuple(dict.fromkeys(texts))
+        return next((pattern for pattern in self._spent if self.matches(pattern, *texts)), None)
 
     def matches(self, pattern: str, *texts: str) -> bool:
-        """Whether the pattern, one of the list, matches any of `texts` from its start.
-
-        Raises CheckpointError for one that is no regular expression or has used up PATTERN_SECONDS.
-        """
+        """Whether the pattern, one of the list, matches any of `texts` from its start. Raises as `first` does."""
         import regex  # the standard library's re has no time limit
 
-        begun = time.monotonic()
-        left = min(PATTERN_SECONDS - self._spent[pattern], ALL_PATTERNS_SECONDS - self._spent_by_all)
+        begun = time.perf_counter()
+        left = min(PATTERN_SECONDS - self._spent[pattern], self._left)
         try:
-            compiled = _compiled(pattern, self._template)
-            return any(compiled.match(text, timeout=max(left, 1e-3)) for text in dict.fromkeys(texts))
+            compiled = self._compiled.get(pattern)
+            if compiled is None:
+                compiled = self._compiled[pattern] = _compile(pattern, self._template)
+            return any(compiled.match(text, timeout=max(left, 1e-3)) for text in texts)
         except TimeoutError:
             raise self._refused(
                 pattern,
-                f"takes more than {PATTERN_SECONDS} s to match (or all patterns together {ALL_PATTERNS_SECONDS} s): "
+                f"takes more than {PATTERN_SECONDS} s to match (or all patterns together {self._all} s): "
                 "expected module names or simple patterns.",
             ) from None
         except (regex.error, RecursionError, OverflowError, ValueError) as error:
             why = f"is neither a module name nor a regular expression that is tried: {str(error)[:120]}."
             raise self._refused(pattern, why) from None
         finally:
-            spent = time.monotonic() - begun
-            self._spent[pattern] += spent
-            self._spent_by_all += spent
+            spent = time.perf_counter() - begun
+            # what a linear match of a name takes is the module's allowance, not the pattern's fault
+            self._spent[pattern] += max(0.0, spent - MODULE_SECONDS)
+            self._left -= spent
 
     def _refused(self, pattern: str, why: str) -> CheckpointError:
         return CheckpointError(f"{self._where}: the pattern {shown(pattern)} {why} Rewrite the entry.")
 
 
 @lru_cache(maxsize=1024)
-def _compiled(pattern: str, template: str) -> Any:
+def _compile(pattern: str, template: str) -> Any:
     import fnmatch
 
     import regex
 
     if len(pattern) > _MAX_PATTERN:
         raise ValueError(f"{len(pattern)} characters long, expected at most {_MAX_PATTERN}")
+    if template == "*":
+        return regex.compile(fnmatch.translate(pattern))
     # the regex package unrolls counted repeats as it compiles: (a{65535}){65535} takes all memory there is
     repeats = math.prod(max(map(int, re.findall("[0-9]+", count))) for count in _COUNTED.findall(pattern))
     if repeats > _MAX_REPEATS:

@@ -73,8 +73,8 @@ class ListedModules:
             above = (".".join(parts[:i]) for i in range(len(parts) - 1, 0, -1))
             ends = (".".join(parts[i:]) for i in range(1, len(parts)))
             entry = next((self._literal[key] for key in (*ends, *above) if key in self._literal), None)
-        if entry is None:
-            entry = next((item for item in self._patterns if self._bounded.matches(item, module, name)), None)
+        if entry is None and self._patterns:
+            entry = self._bounded.first(module, name)
         if entry is not None:
             self.matched.add(entry)
         return entry

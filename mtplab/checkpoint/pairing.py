@@ -10,7 +10,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from mtplab.checkpoint.formats import Format, QuantizationConfig, Scheme
-from mtplab.checkpoint.formats.known import PACKED_SUFFIXES
+from mtplab.checkpoint.formats.known import PACKED_BESIDE, PACKED_SUFFIXES
 from mtplab.checkpoint.header import TensorInfo
 from mtplab.checkpoint.names import module_of
 from mtplab.checkpoint.scale_grid import expected_shapes, scale_block
@@ -21,11 +21,14 @@ __all__ = ["FP8_DTYPES", "INPUT_SCALE_SUFFIXES", "KV_SCALE_SUFFIXES", "Pair", "P
 
 FP8_DTYPES = ("F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ")
 # of activations: AutoFP8 and most others, transformers, ModelOpt's stacked experts
-INPUT_SCALE_SUFFIXES = (".input_scale", ".activation_scale", "_input_scale")
+INPUT_SCALE_SUFFIXES = (".input_scale", ".activation_scale", ".qscale_act", "_input_scale")
 # of the KV cache: compressed-tensors and ModelOpt, Quark and old compressed-tensors, AutoFP8
-KV_SCALE_SUFFIXES = (".k_scale", ".v_scale", ".output_scale", ".kv_scale")
+KV_SCALE_SUFFIXES = (
+    ".k_scale", ".v_scale", ".k_proj.output_scale", ".v_proj.output_scale", ".kv_scale",
+)  # fmt: skip
 _SCALE_DTYPES = ("F32", "BF16", "F16", "F8_E8M0", "U8")
 _BYTES = ("I8", "U8")  # how writers stored FP8 codes before safetensors had dtypes for them
+_INTEGERS = ("I8", "U8", "I16", "U16", "I32", "U32", "I64", "U64")
 _UNQUALIFIED = ("_scale", ".scale")  # names that parameters other than scales have too
 _MAX_LISTED = 6
 
@@ -60,6 +63,7 @@ class Pairing:
         self._format = fmt
         self._config = config
         self._pairs = fmt.pairs if fmt is not None else ()
+        self._judged: dict[str, Pair | Problem] = {}
 
     def weight_names(self) -> dict[str, str]:
         """Name of a weight's values → name of its codes, where a format calls them differently (torchao)."""
@@ -75,11 +79,20 @@ class Pairing:
             return False
         if info.dtype in _BYTES:
             scheme = self._scheme(info) if self._stem_scale(info.name) is not None else None
-            return scheme is not None and not scheme.foreign and not self._packs_two(info)
-        return info.dtype in FP8_DTYPES
+            mine = scheme is not None and not scheme.foreign
+            return mine and not self._packs_two(info) and self._foreign_beside(info) is None
+        return info.dtype in FP8_DTYPES and not self._scales_packed(info.name)
 
     def is_scale(self, name: str) -> bool:
         """Whether the tensor is a scale of a weight, whether or not that weight is there."""
+        return name in self._scales
+
+    @cached_property
+    def _scales(self) -> frozenset[str]:
+        suffixes = tuple({scale for _, scale in self._pairs})
+        return frozenset(name for name in self._tensors if name.endswith(suffixes) and self._scales_a_weight(name))
+
+    def _scales_a_weight(self, name: str) -> bool:
         for weight, scale in self._pairs:
             if name.endswith(scale):
                 owner = name.removesuffix(scale) + weight
@@ -91,9 +104,43 @@ class Pairing:
                     return True
         return False
 
-    def is_input_scale(self, name: str) -> bool:
-        """Whether the tensor is a static scale of a quantised module's activations."""
-        return self._format is not None and name.endswith(INPUT_SCALE_SUFFIXES)
+    def packed(self, info: TensorInfo) -> str | None:
+        """What the tensor's integers are where they are codes that are not read, or None."""
+        if info.dtype not in _INTEGERS or self.is_scale(info.name):
+            return None
+        for suffix, what in PACKED_SUFFIXES.items():
+            if info.name.endswith(suffix):
+                return what
+        stem = info.name.removesuffix(".weight")
+        if stem == info.name or not info.shape or self.is_quantised(info):
+            return None
+        what = self._foreign_beside(info)
+        own = self._stem_scale(info.name)
+        if what is None and own is not None:
+            scheme = self._scheme(info)
+            given = scheme.foreign if scheme is not None and scheme.foreign else "codes of another kind"
+            packed = self._packs_two(info)
+            what = "FP4 codes, two in a byte (MXFP4)" if packed else given
+            what += f", with a scale {own[0].dtype} {list(own[0].shape)}"
+        if what is None and len(info.shape) > 1:
+            what = "integers, with no scale beside them"
+        return what
+
+    def packed_fault(self, info: TensorInfo) -> str | None:
+        """The message about a tensor of codes that are not read, or None where it is none."""
+        what = self.packed(info)
+        return _not_read(info, what).message if what is not None else None
+
+    def module_scaled_at_input(self, name: str) -> str | None:
+        """The module whose activations this tensor scales, or None where it is no static scale of activations."""
+        if self._format is None or not name.endswith(INPUT_SCALE_SUFFIXES):
+            return None
+        return next(name.removesuffix(suffix) for suffix in INPUT_SCALE_SUFFIXES if name.endswith(suffix))
+
+    def input_scale_of(self, module: str) -> TensorInfo | None:
+        """The static scale of this module's activations, or None."""
+        found = (self._tensors.get(module + suffix) for suffix in INPUT_SCALE_SUFFIXES)
+        return next((info for info in found if info is not None), None) if self._format is not None else None
 
     def scale_of(self, weight: str) -> TensorInfo | None:
         """The scale tensor of this weight's own, whatever the weight's dtype."""
@@ -106,9 +153,15 @@ class Pairing:
         Raises CheckpointError naming file, tensor, expected and actual where the pair is not what the format
         asks for.
         """
-        found = self._judge(info)
+        found = self._verdict(info)
         if isinstance(found, Problem):
             raise CheckpointError(found.message)
+        return found
+
+    def _verdict(self, info: TensorInfo) -> Pair | Problem:
+        found = self._judged.get(info.name)
+        if found is None:
+            found = self._judged[info.name] = self._judge(info)
         return found
 
     def problems(self) -> Iterator[Problem]:
@@ -117,7 +170,7 @@ class Pairing:
         for info in self._tensors.values():
             if self.is_quantised(info):
                 seen_codes = True
-                found = self._judge(info)
+                found = self._verdict(info)
                 if isinstance(found, Problem):
                     yield found
                 elif found.dtype != info.dtype:
@@ -130,7 +183,7 @@ class Pairing:
             elif self.is_scale(info.name):
                 yield from self._scale_fault(info)
             else:
-                yield from self._packed(info)
+                yield from self._other_codes(info)
         if self._config is not None and not seen_codes:
             dtypes = ", ".join(sorted({info.dtype for info in self._tensors.values()}))
             yield Problem(
@@ -170,6 +223,17 @@ class Pairing:
             and found[0].dtype in ("F8_E8M0", "U8")
         )
 
+    def _foreign_beside(self, info: TensorInfo) -> str | None:
+        """What the weight's integers are by what lies beside them, or None."""
+        stem = info.name.removesuffix(".weight")
+        return next((what for suffix, what in PACKED_BESIDE.items() if stem + suffix in self._tensors), None)
+
+    def _scales_packed(self, name: str) -> bool:
+        """Whether this is NVFP4's scale, FP8 itself, of a weight that is not read."""
+        stem, suffix, _ = name.rpartition(".weight_scale")
+        weights = (self._tensors.get(f"{stem}.weight"), self._tensors.get(f"{stem}.weight_packed")) if suffix else ()
+        return any(weight is not None and self.packed(weight) is not None for weight in weights)
+
     def _has_experts(self, scale: str) -> bool:
         group = scale.partition("experts.")[0] + "experts.0."
         return any(f"{group}{which}_proj.weight" in self._tensors for which in ("gate", "down", "up"))
@@ -199,7 +263,7 @@ class Pairing:
                 f"is {_stored(info)}, but {self._config.where} gives its module {given}: expected one of FP8. Correct "
                 "the config's targets.",
             )  # fmt: skip
-        dtype = "F8_E4M3" if info.dtype in _BYTES else info.dtype
+        dtype = scheme.code_dtypes[0] if info.dtype in _BYTES else info.dtype
         if dtype not in scheme.code_dtypes:
             return _error(
                 "dtype", info,
@@ -212,7 +276,7 @@ class Pairing:
         else:
             shared = self._format.shared_scale and self._format.shared_scale(info, self._tensors, scheme)
             if not shared:
-                return self._missing_scale(info)
+                return self._missing_scale(info, scheme)
             scale, part = shared
             shape = tuple(stop - start for start, stop in part)[1:]
         if scale.dtype not in _SCALE_DTYPES:
@@ -231,10 +295,19 @@ class Pairing:
             )  # fmt: skip
         return Pair(info, dtype, scale, block, part, scheme)
 
-    def _missing_scale(self, info: TensorInfo) -> Problem:
+    def _missing_scale(self, info: TensorInfo, scheme: Scheme) -> Problem:
         assert self._format is not None
         codes, scale = next(pair for pair in self._pairs if info.name.endswith(pair[0]))
         expected = info.name.removesuffix(codes) + scale
+        group, experts, _ = info.name.rpartition("experts.")
+        stacked = self._scales_by_module.get(group + experts.removesuffix("."), []) if experts else []
+        if stacked:
+            given = ", ".join(f"{shown(name)} {list(self._tensors[name].shape)}" for name in stacked[:_MAX_LISTED])
+            return _error(
+                "missing-scale", info,
+                f"is {_stored(info)} without a scale of its own, expected {shown(expected)}; those of its experts are "
+                f"stacked as {given} and cannot be told apart for this weight under {_said(scheme)}. Export it again.",
+            )  # fmt: skip
         return _error(
             "missing-scale", info,
             f"is {_stored(info)} without its scale: expected {shown(expected)}, found "
@@ -250,28 +323,29 @@ class Pairing:
         if weight is None:
             if "experts." in scale.name and self._has_experts(scale.name):
                 return
+            if any(name.removesuffix(".weight") + ".weight_packed" in self._tensors for name in owners):
+                return  # whose packed codes are what is wrong
             yield _error(
                 "missing-weight", scale,
                 f"is a scale without its weight: expected {shown(owners[0])}, found none. A shard is missing or "
                 "the export dropped the weight.",
             )  # fmt: skip
-        elif self._packs_two(weight):
-            yield _error(
-                "packed", weight,
-                f"is {_stored(weight)} with a scale {list(scale.shape)}: FP4 codes, two in a byte (MXFP4), expected "
-                "FP8. What is not FP8 is not read.",
-            )  # fmt: skip
-        elif not self.is_quantised(weight):
+        elif not self.is_quantised(weight) and self.packed(weight) is None:
             yield Problem(
                 "warning", "junk-scale", scale.name,
                 f"{scale.file}: tensor {shown(scale.name)} lies beside a weight stored as {weight.dtype}: a "
                 "high-precision weight has no scale (transformers leaves uninitialised ones behind). It is ignored.",
             )  # fmt: skip
 
-    def _packed(self, info: TensorInfo) -> Iterator[Problem]:
-        for suffix, what in PACKED_SUFFIXES.items():
-            if info.name.endswith(suffix) and info.dtype not in ("BF16", "F16"):
-                yield _error("packed", info, f"is {_stored(info)}: {what}, expected FP8. What is not FP8 is not read.")
+    def _other_codes(self, info: TensorInfo) -> Iterator[Problem]:
+        what = self.packed(info)
+        if what is None and info.name.endswith(tuple(PACKED_BESIDE)):
+            suffix = next(suffix for suffix in PACKED_BESIDE if info.name.endswith(suffix))
+            stem = info.name.removesuffix(suffix)
+            if f"{stem}.weight" not in self._tensors and f"{stem}.weight_packed" not in self._tensors:
+                what = PACKED_BESIDE[suffix]
+        if what is not None:
+            yield _not_read(info, what)
 
     def _scale_like(self, weight: str, lead: str) -> str:
         """`lead` and what else beside the weight has "scale" in its name, or nothing."""
@@ -287,6 +361,10 @@ class Pairing:
             if "scale" in parameter:
                 found.setdefault(module, []).append(name)
         return found
+
+
+def _not_read(info: TensorInfo, what: str) -> Problem:
+    return _error("packed", info, f"is {_stored(info)}: {what}; expected FP8. What is not FP8 is not read.")
 
 
 def _said(scheme: Scheme) -> str:

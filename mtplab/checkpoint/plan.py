@@ -38,12 +38,15 @@ class ModulePlan:
     kind: str  # "linear", "norm", "conv", "embedding", "other"
     stored: str  # storage dtype of the weight, as safetensors spells it
     weight: str  # "fp8", "bf16", "f16", "f32"; any other storage dtype in lower case; "unusable"
-    activation: str  # "fp8": rounded per token and group; "none"
+    activation: str  # "fp8": rounded to FP8 before the product; "none"
     rule: str  # one sentence: what decided
     shape: tuple[int, ...]
     nbytes: int  # as stored, scale and bias included
     scale: TensorInfo | None = None
     block: tuple[int, ...] | None = None  # (bm, bn) where weight is "fp8"; with the experts' axis before if stacked
+    # of activations that are rounded as they come: columns of a token that share a scale, 0 for all of them
+    activation_group: int = LOAD_BLOCK[1]
+    input_scale: TensorInfo | None = None  # the one scale of activations that are rounded by a stored one
 
     @property
     def loaded_nbytes(self) -> int:
@@ -161,9 +164,8 @@ def _group(tensors: Mapping[str, TensorInfo], pairing: Pairing) -> dict[str, lis
     for info in tensors.values():
         if not pairing.is_scale(info.name):
             name = codes.get(info.name, info.name)
-            if pairing.is_input_scale(name):
-                name = name.rpartition(".")[0] + ".weight"  # its bytes are the module's
-            members = grouped.setdefault(module_of(name), [])
+            scaled = pairing.module_scaled_at_input(name)  # whose its bytes are
+            members = grouped.setdefault(module_of(name) if scaled is None else scaled, [])
             members.insert(0 if info.name in codes or info.name.endswith(".weight") else len(members), info)
     return grouped
 
@@ -197,6 +199,7 @@ class _Decision:
         scale = self._pairing.scale_of(info.name)
         nbytes = sum(member.nbytes for member in members) + (scale.nbytes if scale is not None else 0)
         block: tuple[int, ...] | None = None
+        group, input_scale = LOAD_BLOCK[1], None
         if quantised:
             try:
                 pair = self._pairing.pair(info)
@@ -206,7 +209,15 @@ class _Decision:
                 weight, activation, rule = "unusable", "none", str(error)
             else:
                 weight, block, scale = "fp8", pair.block, pair.scale
-                activation, rule = self._stored_fp8(name, pair.scheme, user)
+                if pair.part:  # its own share of what holds the scales of several
+                    share = math.prod(stop - start for start, stop in pair.part)
+                    nbytes += pair.scale.nbytes * share // math.prod(pair.scale.shape)
+                if pair.scheme.activation == "static":
+                    input_scale = self._pairing.input_scale_of(name)
+                group = pair.scheme.activation_group
+                activation, rule = self._stored_fp8(name, pair.scheme, user, input_scale)
+        elif self._faulty and (fault := self._pairing.packed_fault(info)) is not None:
+            scale, weight, activation, rule = None, "unusable", "none", fault
         else:
             scale = None
             weight, activation = _PLAIN.get(info.dtype, info.dtype.lower()), "none"
@@ -216,14 +227,16 @@ class _Decision:
                     weight, activation, block = "fp8", "fp8", LOAD_BLOCK
             else:
                 rule = self._stored_plain(name, kind, info)
-        return ModulePlan(name, part, kind, info.dtype, weight, activation, rule, info.shape, nbytes, scale, block)
+        return ModulePlan(
+            name, part, kind, info.dtype, weight, activation, rule, info.shape, nbytes, scale, block, group, input_scale
+        )
 
     def unused(self, name: str, members: list[TensorInfo], why: str) -> ModulePlan:
         """The plan of a module that no run loads: it stays as it is stored."""
         made = self(name, "unused", members, UserPatterns(("none",), ()))
         if made.scale is None and made.weight == "fp8":
             made = replace(made, weight=_PLAIN[made.stored], block=None)
-        return replace(made, activation="none", rule=f"{why}: not loaded")
+        return replace(made, activation="none", input_scale=None, rule=f"{why}: not loaded")
 
     def warnings(self, modules: list[str]) -> list[str]:
         """What the checkpoint's own list says that its tensors do not bear out."""
@@ -244,7 +257,9 @@ class _Decision:
             )
         return found
 
-    def _stored_fp8(self, name: str, scheme: Scheme, user: UserPatterns) -> tuple[str, str]:
+    def _stored_fp8(
+        self, name: str, scheme: Scheme, user: UserPatterns, input_scale: TensorInfo | None
+    ) -> tuple[str, str]:
         own = user.own_pattern(name)
         if own is not None:
             return "none", (
@@ -260,6 +275,14 @@ class _Decision:
         else:
             rule = f"stored as FP8 with {scheme} and not excluded: used as FP8"
         activation = "none" if scheme.activation == "none" else "fp8"
+        if activation == "none":
+            rule += "; the config gives activations no FP8"
+        elif input_scale is not None:
+            rule += "; activations by the scale stored for them"
+        elif scheme.activation == "static":
+            rule += "; activations are to have a stored scale, but there is none: rounded as they come"
+        elif not scheme.activation_group:
+            rule += "; activations with a scale per token"
         vain = "; model_format='fp8' changes nothing, it is FP8 already" if self._asked_in_vain else ""
         return activation, rule + vain
 

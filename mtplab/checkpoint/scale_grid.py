@@ -33,10 +33,11 @@ def _layouts(weight: Shape, scheme: Scheme) -> list[tuple[Shape, Shape]]:
         whole = [(shape, weight) for shape in ((), (1,), (1, 1), (1, 1, 1))]
         return [*whole, ((experts,), (1, a, b)), ((experts, 1, 1), (1, a, b))]
     if scheme.granularity == "channel":
-        # experts lie transposed where this occurs (Llama 4 by FBGEMM): the last axis is the output, also where the
-        # scale stands upright
-        last = (1, a, 1)
-        return [((experts, 1, b), last), ((experts, b, 1), last), ((experts, a, 1), (1, 1, b))]
+        last = ((experts, 1, b), (1, a, 1))
+        if scheme.transposed:
+            # Llama 4 by FBGEMM: the last axis is the output, also where the scale stands upright
+            return [last, ((experts, b, 1), (1, a, 1))]
+        return [((experts, a, 1), (1, 1, b)), ((experts, a), (1, 1, b)), *([last] if a != 1 else [])]
     bm, bn = scheme.block
     return [((experts, -(-a // bm), -(-b // bn)), (1, bm, bn))]
 

@@ -164,7 +164,8 @@ def load_model(
         draft_exclude: the same for the head; `exclude` by default.
         quant_policy, draft_quant_policy: default KV-cache policies of a run; the draft inherits the target's.
         model_format: "fp8" quantises a BF16 checkpoint as it is loaded, head included (128×128 blocks, E4M3).
-        activation_rounding: round the inputs of FP8 layers to E4M3, per token and 128 features (W8A8).
+        activation_rounding: round the inputs of FP8 layers to E4M3 (W8A8), with the scales that the checkpoint's
+            format gives them: per token and 128 features beside blocks, else per token, or the stored one.
         exact: arithmetic in which a row does not depend on the rows beside it (float32 on a CPU).
 
     Raises CheckpointError for files that are missing, broken or of another architecture, ConfigError for settings.

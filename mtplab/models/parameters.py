@@ -6,13 +6,16 @@ not) is carried out. Knows nothing of what a model does with them.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
-from mtplab.checkpoint import Checkpoint, Plan
+from mtplab.checkpoint import Checkpoint, Plan, TensorInfo
 from mtplab.errors import CheckpointError
 from mtplab.quant.block import ScaledTensor, quantize_block
 from mtplab.quant.linear import LinearWeight, PackedLinear
+from mtplab.quant.rounding import Rounding
 
 # the text tower's names, alone or inside the multimodal wrapper
 _ROOTS = ("model.", "model.language_model.")
@@ -67,7 +70,21 @@ class Parameters:
         else:
             file = self.checkpoint.tensors[name].file
             value = quantize_block(self.checkpoint.dequantize(name), name=f"{file}: {name}")
-        return LinearWeight(module, value, rounded=decided.activation == "fp8" and self.activation_rounding)
+        rounded = decided.activation == "fp8" and self.activation_rounding
+        stored = self._input_scale(decided.input_scale) if rounded and decided.input_scale is not None else None
+        return LinearWeight(module, value, rounded, Rounding(decided.activation_group if stored is None else 0, stored))
+
+    def _input_scale(self, info: TensorInfo) -> float:
+        """The scale stored for a module's activations, which must be one number that can be one."""
+        values = self.checkpoint.dequantize(info.name).flatten().tolist()
+        if len(values) != 1 or not 0 < values[0] < math.inf:
+            found = f"{values[0]}" if len(values) == 1 else f"{len(values)} values"
+            raise CheckpointError(
+                f"{info.file}: tensor {info.name}, which scales activations, holds {found}; expected one finite "
+                "positive number (transformers writes uninitialised memory here). Calibrate again, or load with "
+                "activation_rounding=False."
+            )
+        return values[0]
 
     def _values(self, name: str) -> Tensor:
         """A tensor's float32 values, which must be real numbers: one NaN would make every token of a run id 0."""

@@ -12,11 +12,10 @@ from torch import Tensor
 from mtplab.errors import ConfigError
 from mtplab.kernels import launch
 from mtplab.kernels.fnuz import to_fnuz
-from mtplab.kernels.gemm import gemm_block
+from mtplab.kernels.gemm import gemm_block, gemm_scaled
 from mtplab.kernels.quantize import quantize
 from mtplab.quant.block import BLOCK, ScaledTensor
-
-ACTIVATION_GROUP = 128
+from mtplab.quant.rounding import BY_GROUP, Rounding
 
 
 def uses_kernels(device: torch.device) -> bool:
@@ -44,9 +43,9 @@ class Fp8Gemm:
         self._weights = _joined(weights)
 
     @staticmethod
-    def takes(weight: ScaledTensor) -> bool:
+    def takes(weight: ScaledTensor, rounding: Rounding) -> bool:
         """Whether there is a kernel for weights held like this one."""
-        return weight.block == BLOCK and weight.data.dtype == torch.float8_e4m3fn
+        return rounding == BY_GROUP and weight.block == BLOCK and weight.data.dtype == torch.float8_e4m3fn
 
     def __call__(self, x: Tensor) -> Tensor:
         codes, scale = self._codes(x)
@@ -69,7 +68,53 @@ class Fp8Gemm:
         pass
 
     def _codes(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        return quantize(x, ACTIVATION_GROUP, self._e4m3, scale_by_group=True)
+        return quantize(x, BY_GROUP.group, self._e4m3, scale_by_group=True)
+
+
+class Fp8ScaledGemm:
+    """W8A8: x in E4M3 with one scale a token, or a stored one for all, times E4M3 weights with one a row or a matrix.
+
+    The rounding of x is that of `Rounding`; sums differ in order, and the result is rounded to `dtype` once.
+    """
+
+    def __init__(self, weights: list[ScaledTensor], dtype: torch.dtype, rounding: Rounding):
+        """Weights [n_i, k], one below the other."""
+        self._dtype = dtype
+        device = weights[0].data.device
+        scale = torch.cat([w.scale.float().reshape(-1, 1).expand(w.shape[0], 1) for w in weights]).contiguous()
+        data = torch.cat([w.data.view(torch.uint8) for w in weights]).view(torch.float8_e4m3fn)
+        self._e4m3 = torch.float8_e4m3fn
+        if launch.target(device).e4m3 == "fp8e4b8":
+            data, scale = to_fnuz(data, scale)
+            self._e4m3 = torch.float8_e4m3fnuz
+        self._data, self._scale = data, scale
+        self._static = None if rounding.scale is None else torch.tensor([rounding.scale], device=device)
+
+    @staticmethod
+    def takes(weight: ScaledTensor, rounding: Rounding) -> bool:
+        """Whether there is a kernel for weights held like this one."""
+        by_row = weight.block[1] >= weight.shape[1] and weight.scale.shape[0] in (1, weight.shape[0])
+        whole = rounding.scale is not None or not rounding.group
+        return whole and by_row and weight.data.dtype == torch.float8_e4m3fn
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return gemm_scaled(*self._codes(x), self._data, self._scale, self._dtype)
+
+    def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
+        return residual + self(x)
+
+    def dense(self) -> Tensor:
+        return (self._data.float() * self._scale).to(self._dtype)
+
+    def prepare_compiled(self) -> None:
+        pass
+
+    def _codes(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        if self._static is None:
+            return quantize(x, None, self._e4m3)
+        # cut at 448 stored scales whatever the codes: FNUZ ends at 240 and means half as much
+        codes = (x.float() / self._static).clamp_(-448.0, 448.0).to(torch.float8_e4m3fn)
+        return (codes, self._static) if self._e4m3 == codes.dtype else to_fnuz(codes, self._static)
 
 
 class Fp8Product:

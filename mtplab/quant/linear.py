@@ -14,15 +14,17 @@ from torch import Tensor
 
 from mtplab.quant.block import ScaledTensor
 from mtplab.quant.products import Product, make_product
+from mtplab.quant.rounding import BY_GROUP, Rounding
 
 
 @dataclass(frozen=True)
 class LinearWeight:
-    """One weight [n, k] of a product x · wᵀ, and whether x is rounded to FP8 before it (W8A8)."""
+    """One weight [n, k] of a product x · wᵀ, and whether x is rounded to FP8 before it (W8A8), and how."""
 
     name: str
     value: Tensor | ScaledTensor
     rounded: bool
+    rounding: Rounding = BY_GROUP
 
 
 @dataclass(frozen=True)
@@ -37,20 +39,20 @@ class _Part:
 class PackedLinear:
     """Several weights applied to one input with as few products as their treatment allows.
 
-    Members whose input is rounded share one rounding and one GEMM, the others one more; `__call__` returns the
-    members' outputs in the order given. Only the products hold weights.
+    Members whose input is rounded alike share one rounding and one GEMM, those with none another; `__call__` returns
+    the members' outputs in the order given. Only the products hold weights.
     """
 
     def __init__(self, weights: list[LinearWeight], dtype: torch.dtype, device: torch.device):
         self.names = tuple(w.name for w in weights)
         self.rounded = tuple(w.rounded for w in weights)
         self._parts: list[_Part] = []
-        for rounded in (True, False):
-            chosen = tuple(i for i, w in enumerate(weights) if w.rounded is rounded)
-            if chosen:
-                sizes = tuple(weights[i].value.shape[0] for i in chosen)
-                product = make_product([weights[i].value for i in chosen], dtype, device, rounded)
-                self._parts.append(_Part(chosen, sizes, product))
+        treatments = [w.rounding if w.rounded else None for w in weights]
+        for rounding in sorted(dict.fromkeys(treatments), key=lambda treatment: treatment is None):
+            chosen = tuple(i for i, treatment in enumerate(treatments) if treatment == rounding)
+            sizes = tuple(weights[i].value.shape[0] for i in chosen)
+            product = make_product([weights[i].value for i in chosen], dtype, device, rounding)
+            self._parts.append(_Part(chosen, sizes, product))
 
     def __call__(self, x: Tensor) -> tuple[Tensor, ...]:
         """x [m, k] → one tensor [m, n_i] per member."""

@@ -12,10 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mtplab.kernels.fp8_reference import round_activation
 from mtplab.quant.block import ScaledTensor
 from mtplab.quant.cpu_products import packed_product
-from mtplab.quant.fp8_products import ACTIVATION_GROUP, Fp8Gemm, Fp8Product, uses_kernels
+from mtplab.quant.fp8_products import Fp8Gemm, Fp8Product, Fp8ScaledGemm, uses_kernels
+from mtplab.quant.rounding import Rounding
 
 
 class Product(Protocol):
@@ -35,16 +35,16 @@ class Product(Protocol):
 
 
 class RoundedProduct:
-    """Another product of x rounded to FP8 (W8A8): E4M3, one scale a token and 128 values."""
+    """Another product of x rounded to E4M3 (W8A8)."""
 
-    def __init__(self, product: Product):
-        self._product = product
+    def __init__(self, product: Product, rounding: Rounding):
+        self._product, self._round = product, rounding
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self._product(_round(x))
+        return self._product(self._round(x))
 
     def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
-        return self._product.add_to(residual, _round(x))
+        return self._product.add_to(residual, self._round(x))
 
     def dense(self) -> Tensor:
         return self._product.dense()
@@ -73,20 +73,23 @@ class DenseProduct:
 
 
 def make_product(
-    weights: list[Tensor | ScaledTensor], dtype: torch.dtype, device: torch.device, rounded: bool = False
+    weights: list[Tensor | ScaledTensor], dtype: torch.dtype, device: torch.device, rounding: Rounding | None = None
 ) -> Product:
-    """The product with these weights one below the other, computed in `dtype` on `device`; `rounded`: x in FP8 too."""
+    """The product with these weights one below the other, computed in `dtype` on `device`; `rounding`: x in FP8 too."""
     if all(isinstance(w, ScaledTensor) for w in weights):
         on_device = [w.to(device) for w in weights]
-        if rounded and uses_kernels(device) and all(Fp8Gemm.takes(w) for w in weights):
-            return Fp8Gemm(on_device, dtype)
+        if rounding is not None and uses_kernels(device):
+            if all(Fp8Gemm.takes(w, rounding) for w in weights):
+                return Fp8Gemm(on_device, dtype)
+            if all(Fp8ScaledGemm.takes(w, rounding) for w in weights):
+                return Fp8ScaledGemm(on_device, dtype, rounding)
         if device.type != "cpu":
-            return _rounding(Fp8Product(on_device, dtype), rounded)
-    return _rounding(_dense(weights, dtype, device), rounded)
+            return _rounded(Fp8Product(on_device, dtype), rounding)
+    return _rounded(_dense(weights, dtype, device), rounding)
 
 
-def _rounding(product: Product, rounded: bool) -> Product:
-    return RoundedProduct(product) if rounded else product
+def _rounded(product: Product, rounding: Rounding | None) -> Product:
+    return RoundedProduct(product, rounding) if rounding is not None else product
 
 
 def _dense(weights: list[Tensor | ScaledTensor], dtype: torch.dtype, device: torch.device) -> Product:
@@ -94,8 +97,3 @@ def _dense(weights: list[Tensor | ScaledTensor], dtype: torch.dtype, device: tor
     weight = torch.cat(dense) if len(dense) > 1 else dense[0]
     packed = packed_product(weight) if device.type == "cpu" and dtype == torch.float32 else None
     return packed or DenseProduct(weight)
-
-
-def _round(x: Tensor) -> Tensor:
-    # worked in float32, back in the dtype of x
-    return round_activation(x, ACTIVATION_GROUP).to(x.dtype)

@@ -22,6 +22,6 @@ def faint_draft(per_position: Sequence[float | None], rounds: float) -> str:
     return (
         f"The first draft was right in {100 * first:.1f} % of {rounds:g} rounds, far below what a working head does: "
         "check its layout and dtypes with mtplab.open_checkpoint(path).plan() and the plan's warnings, the hidden "
-        "states it reads with mtplab.compare_hidden, and whether keeping it out of FP8 (draft_exclude=['mtp.*'], from "
-        "the BF16 checkpoint) brings it back."
+        "states it reads with mtplab.compare_hidden and, where the plan has it in FP8, whether keeping it out "
+        "(draft_exclude=['mtp.*'], from the BF16 checkpoint) brings it back."
     )

@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 from mtplab.checkpoint.audit import checks_draft, checks_files, checks_lists, checks_scales, checks_target
 from mtplab.checkpoint.audit.compare import compare, values_findings
+from mtplab.checkpoint.audit.engines import engine_findings, engines_of
 from mtplab.checkpoint.audit.finding import SEVERITIES, Finding, at_least, ordered
 from mtplab.checkpoint.audit.heads import Head
 from mtplab.checkpoint.audit.sizes import bytes_by_part, part_shown
 from mtplab.checkpoint.audit.subject import Subject
+from mtplab.checkpoint.lenses import Looks
 from mtplab.checkpoint.plan import ModulePlan, Plan
 from mtplab.errors import ConfigError
 
@@ -35,6 +37,7 @@ class Audit:
     plan: Plan
     head: Head | None
     findings: tuple[Finding, ...]  # errors first
+    looks: Looks | None  # what each engine makes of it; None where nothing is quantised, or it cannot be read
     deep: bool  # whether values were read
     files: int
     tensors: int
@@ -65,6 +68,7 @@ class Audit:
             "bytes": self.bytes_by_part,
             "head": self.head.to_dict() if self.head is not None else None,
             "findings": [finding.to_dict() for finding in self.findings],
+            "engines": self.looks.to_dict() if self.looks is not None else None,
         }
         if modules:
             found["modules"] = [
@@ -134,7 +138,17 @@ def examine(
         found += deep_findings(subject, reading)
         if origin is not None:
             found += values_findings(subject, origin, reading)
+    looks = engines_of(subject)
+    found += engine_findings(looks)
     method = str(subject.content.get("quant_method", "unnamed")) if ckpt.found is not None else "none"
     return Audit(
-        ckpt.path, method, subject.plan, subject.head, ordered(found), deep, len(ckpt.files.shards), len(ckpt.tensors)
+        path=ckpt.path,
+        method=method,
+        plan=subject.plan,
+        head=subject.head,
+        findings=ordered(found),
+        looks=looks,
+        deep=deep,
+        files=len(ckpt.files.shards),
+        tensors=len(ckpt.tensors),
     )

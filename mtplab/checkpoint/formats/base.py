@@ -16,6 +16,7 @@ from mtplab.errors import CheckpointError
 __all__ = ["Format", "QuantizationConfig", "Scheme", "SharedScale", "block_sizes", "names_listed"]
 
 _MAX_BLOCK = 1 << 20
+_ACTIVATION_GROUP = 128  # beside weights in blocks, whatever these measure (DeepSeek-V3, compressed-tensors FP8_BLOCK)
 _CODES = {"e4m3": ("F8_E4M3", "F8_E4M3FNUZ"), "e5m2": ("F8_E5M2", "F8_E5M2FNUZ")}
 
 
@@ -28,11 +29,21 @@ class Scheme:
     activation: str = "dynamic"  # "dynamic": quantised as they come; "static": by a stored scale; "none": not
     codes: str = "e4m3"
     foreign: str = ""  # set where the config gives the module something that is no FP8: its name
+    inputs: str = ""  # what shares a scale of dynamic activations: "token", "group"; "": what goes with the weights
+    transposed: bool = False  # stacked experts lie [e, k, n]: a channel is a column
 
     @property
     def code_dtypes(self) -> tuple[str, ...]:
         """The storage dtypes, as safetensors spells them, that may hold these codes."""
         return _CODES[self.codes]
+
+    @property
+    def activation_group(self) -> int:
+        """How many columns of a token share a scale where activations are dynamic; 0: all of them."""
+        inputs = self.inputs or ("token" if self.granularity in ("tensor", "channel") else "group")
+        if inputs == "token":
+            return 0
+        return self.block[1] if self.granularity == "group" else _ACTIVATION_GROUP
 
     def __str__(self) -> str:
         bm, bn = self.block

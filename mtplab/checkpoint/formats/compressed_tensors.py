@@ -2,15 +2,16 @@
 
 `X.weight` F8_E4M3; `X.weight_scale` [1] (tensor), [n, 1] (channel), [ceil, ceil] (block), or U8 [n, k/32] for MXFP8.
 A target is a full name, `re:` and a pattern matched from the name's start, or a class name; the first that fits
-counts, in this order (compressed_tensors.utils.match). Without classes, a class name stands for every module.
+counts, in this order (compressed_tensors.utils.match). Without classes, `Linear` and its kin stand for every module,
+and any other class name does where there is no `Linear`.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from mtplab.checkpoint.bounded_regex import BoundedPatterns
 from mtplab.checkpoint.formats.base import Format, QuantizationConfig, Scheme, block_sizes, names_listed
+from mtplab.checkpoint.formats.by_module import ByModule
 from mtplab.checkpoint.strict_json import shown
 from mtplab.errors import CheckpointError
 
@@ -23,30 +24,24 @@ def _parse(content: dict[str, Any], where: str) -> QuantizationConfig:
         raise CheckpointError(f"{where}: config_groups, expected an object of groups, found {shown(groups)}.")
     names: dict[str, Scheme] = {}
     patterns: list[tuple[str, Scheme]] = []
-    classes: list[Scheme] = []
+    classes: list[tuple[str, Scheme]] = []
     for label, group in groups.items():
         scheme = _scheme(group, content.get("format"), f"{where}: config_groups.{shown(label)}")
         for target in names_listed(group, ("targets",), f"{where}: config_groups.{shown(label)}")[0]:
             if target.startswith("re:"):
                 patterns.append((target, scheme))
-            elif "." in target:
+            elif "." in target or not target[:1].isupper():
                 names.setdefault(target, scheme)
             else:
-                classes.append(scheme)
-    schemes = [*names.values(), *(scheme for _, scheme in patterns), *classes]
+                classes.append((target.lower(), scheme))
+    schemes = [*names.values(), *(scheme for _, scheme in (*patterns, *classes))]
     if schemes and all(scheme.foreign for scheme in schemes):
         raise CheckpointError(
             f"{where}: compressed-tensors with {schemes[0].foreign}, expected FP8: 8-bit floats. Take the checkpoint's "
             "BF16 or FP8 release."
         )
-    bounded = BoundedPatterns([pattern for pattern, _ in patterns], where)
-
-    def scheme_of(module: str) -> Scheme | None:
-        if module in names:
-            return names[module]
-        found = next((scheme for pattern, scheme in patterns if bounded.matches(pattern, module)), None)
-        return found or (classes[0] if classes else None)
-
+    classes.sort(key=lambda item: "linear" not in item[0])
+    scheme_of = ByModule(where, names, patterns, classes[0][1] if classes else None)
     entries, key = names_listed(content, ("ignore",), where)
     kv = content.get("kv_cache_scheme")
     said = shown({k: kv.get(k) for k in ("num_bits", "type", "strategy")}) if isinstance(kv, dict) else None
@@ -68,12 +63,13 @@ def _scheme(group: dict[str, Any], overall: Any, where: str) -> Scheme:
     activation = "none" if inputs is None else "dynamic" if dynamic else "static"
     if not isinstance(strategy, str) or strategy not in _STRATEGIES:
         raise CheckpointError(f"{where}: strategy {shown(strategy)}, expected one of {', '.join(_STRATEGIES)}.")
+    said = inputs.get("strategy") if isinstance(inputs, dict) else None
     block = (0, 0)
     if strategy == "block":
         block = block_sizes(weights.get("block_structure"), where, "block_structure")
     elif strategy == "group":
         block = block_sizes([1, weights.get("group_size")], where, "[1, group_size]")
-    return Scheme(_STRATEGIES[strategy], block, activation)
+    return Scheme(_STRATEGIES[strategy], block, activation, inputs={"token": "token", "group": "group"}.get(said, ""))
 
 
 FORMAT = Format(

@@ -11,7 +11,7 @@ from typing import Any
 
 from mtplab.checkpoint.formats.base import Format, QuantizationConfig, Scheme, names_listed
 
-_SCHEME = Scheme("channel")
+_SCHEME = Scheme("channel", transposed=True)
 
 
 def _parse(content: dict[str, Any], where: str) -> QuantizationConfig:

@@ -32,11 +32,11 @@ def _parse(content: dict[str, Any], where: str) -> QuantizationConfig:
     if activation not in _SCHEMES:
         raise CheckpointError(f"{where}: activation_scheme {shown(activation)}, expected 'dynamic' or 'static'.")
     block = content.get("weight_block_size")
-    scheme = (
-        Scheme("tensor", activation=activation, codes=_FMT[fmt])
-        if block is None
-        else Scheme("block", block_sizes(block, where, "weight_block_size"), activation, _FMT[fmt])
-    )
+    if block is not None:
+        scheme = Scheme("block", block_sizes(block, where, "weight_block_size"), activation, _FMT[fmt])
+    else:  # auto-round says so where a scale is a channel's
+        grain = "channel" if content.get("group_size") == -1 else "tensor"
+        scheme = Scheme(grain, activation=activation, codes=_FMT[fmt])
     entries, key = names_listed(content, ("modules_to_not_convert", "ignored_layers"), where)
     kv = content.get("kv_cache_scheme")
     return QuantizationConfig("fp8", where, lambda module: scheme, entries, key, shown(kv) if kv else None)

@@ -7,6 +7,10 @@ from __future__ import annotations
 
 KNOWN_METHODS: dict[str, str] = {
     "modelopt_fp4": "NVIDIA ModelOpt NVFP4",
+    "auto-awq": "AWQ (integer codes)",
+    "gptqmodel": "GPTQ (integer codes)",
+    "bitsandbytes_4bit": "bitsandbytes",
+    "bitsandbytes_8bit": "bitsandbytes",
     "gptq": "GPTQ (integer codes)",
     "awq": "AWQ (integer codes)",
     "bitsandbytes": "bitsandbytes",
@@ -18,12 +22,18 @@ KNOWN_METHODS: dict[str, str] = {
     "eetq": "EETQ (INT8)",
 }
 
-# the end of a tensor's name → what its module holds
+# the end of the name of tensors that hold codes → what they are
 PACKED_SUFFIXES: dict[str, str] = {
     ".weight_packed": "packed codes of compressed-tensors (NVFP4, MXFP4 or INT4)",
+    ".qweight": "packed integer codes (GPTQ or AWQ)",
+    "_blocks": "MXFP4 blocks, as gpt-oss writes them",
+}
+
+# what lies beside `X.weight` → what that weight's integers are
+PACKED_BESIDE: dict[str, str] = {
     ".weight_scale_2": "NVFP4, as ModelOpt writes it",
     ".weight_global_scale": "NVFP4, as compressed-tensors writes it",
-    ".qweight": "packed integer codes (GPTQ or AWQ)",
-    ".weight.quant_map": "bitsandbytes codes",
-    "_blocks": "MXFP4 blocks, as gpt-oss writes them",
+    ".weight.quant_map": "bitsandbytes' 4-bit codes",
+    ".weight.absmax": "bitsandbytes' codes",
+    ".SCB": "bitsandbytes' INT8",
 }

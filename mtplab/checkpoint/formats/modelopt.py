@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from mtplab.checkpoint.formats.base import Format, QuantizationConfig, Scheme, names_listed
+from mtplab.checkpoint.formats.by_module import ByModule
 from mtplab.checkpoint.strict_json import shown
 from mtplab.errors import CheckpointError
 
@@ -44,7 +45,7 @@ def _parse(content: dict[str, Any], where: str) -> QuantizationConfig:
     entries, key = names_listed(said, ("exclude_modules", "ignore"), where)
     kv = said.get("kv_cache_quant_algo") or said.get("kv_cache_scheme")
     return QuantizationConfig(
-        "modelopt", where, lambda module: layers.get(module, overall), entries, key, shown(kv) if kv else None
+        "modelopt", where, ByModule(where, layers, default=overall, below=True), entries, key, shown(kv) if kv else None
     )
 
 
@@ -56,7 +57,7 @@ def _named(algo: Any, where: str) -> str:
 
 FORMAT = Format(
     name="ModelOpt",
-    methods=("modelopt",),
+    methods=("modelopt", "modelopt_fp8", "modelopt_mxfp8", "modelopt_mixed"),
     pairs=((".weight", ".weight_scale"), ("", "_weight_scale")),
     parse=_parse,
 )

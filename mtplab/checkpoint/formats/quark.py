@@ -6,10 +6,10 @@
 
 from __future__ import annotations
 
-import fnmatch
 from typing import Any
 
 from mtplab.checkpoint.formats.base import Format, QuantizationConfig, Scheme, block_sizes, names_listed
+from mtplab.checkpoint.formats.by_module import ByModule
 from mtplab.checkpoint.strict_json import shown
 from mtplab.errors import CheckpointError
 
@@ -22,15 +22,16 @@ def _parse(content: dict[str, Any], where: str) -> QuantizationConfig:
     layers = content.get("layer_quant_config") or {}
     if not isinstance(layers, dict):
         raise CheckpointError(f"{where}: layer_quant_config, expected an object by pattern, found {shown(layers)}.")
-    own = {glob: _scheme(layer, f"{where}: layer_quant_config.{shown(glob)}") for glob, layer in layers.items()}
+    given = ((glob, _scheme(layer, f"{where}: layer_quant_config.{shown(glob)}")) for glob, layer in layers.items())
+    own = {glob: scheme or Scheme("tensor", foreign="no weight quantisation") for glob, scheme in given}
     schemes = [scheme for scheme in (overall, *own.values()) if scheme is not None]
     if not schemes or all(scheme.foreign for scheme in schemes):
         found = schemes[0].foreign if schemes else "no weight quantisation"
         raise CheckpointError(f"{where}: quark with {found}, expected weights in {' or '.join(_DTYPES)}.")
 
-    def scheme_of(module: str) -> Scheme | None:
-        return next((scheme for glob, scheme in own.items() if fnmatch.fnmatchcase(module, glob)), overall)
-
+    names = {name: scheme for name, scheme in own.items() if not any(char in name for char in "*?[")}
+    globs = [(glob, scheme) for glob, scheme in own.items() if glob not in names]
+    scheme_of = ByModule(where, names, globs, overall, globs=True)
     entries, key = names_listed(content, ("exclude",), where)
     kv = content.get("kv_cache_quant_config")
     return QuantizationConfig("quark", where, scheme_of, entries, key, f"{len(kv)} patterns" if kv else None)

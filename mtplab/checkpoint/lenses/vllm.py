@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from mtplab.checkpoint.lenses.base import LOAD_ERROR, SILENT, UNKNOWN, Consequence, Engine, Family, Fixed, Method
+from mtplab.checkpoint.lenses.matching import BLOCK
 from mtplab.checkpoint.strict_json import shown
-from mtplab.lenses.base import LOAD_ERROR, SILENT, UNKNOWN, Consequence, Engine, Family, Fixed, Method
 
 __all__ = ["VLLM"]
 
@@ -59,13 +60,16 @@ def _stars(entries: list[str], content: dict[str, Any]) -> list[str]:
 
 
 def _unquantised_keys(entries: list[str], content: dict[str, Any]) -> list[str]:
+    """auto-round: extra_config's keys for 16 bits, and the blocks beside which nothing is quantised."""
     extra = content.get("extra_config")
     kept = []
     for key, value in extra.items() if isinstance(extra, dict) else ():
         bits = value.get("bits") if isinstance(value, dict) else None
         if isinstance(key, str) and isinstance(bits, int) and bits >= 16:
             kept.append(key)
-    return kept
+    blocks = content.get("block_name_to_quantize") or content.get("to_quant_block_names")
+    blocks = blocks.split(",") if isinstance(blocks, str) else blocks
+    return [*kept, *(BLOCK + name for name in (blocks if isinstance(blocks, list) else ()) if isinstance(name, str))]
 
 
 def _unset_names(entries: list[str], content: dict[str, Any]) -> list[str]:
@@ -80,13 +84,14 @@ def _unset_names(entries: list[str], content: dict[str, Any]) -> list[str]:
 def _mapped(*prefixes: tuple[str, str]) -> Any:
     """The same prefixes on the list's entries as on the modules."""
 
-    def apply(entries: list[str], method: str) -> list[str]:
+    def apply(entries: list[str], _: str) -> list[str]:
         made = []
         for entry in entries:
+            mark = BLOCK if entry.startswith(BLOCK) else ""
+            name = entry.removeprefix(mark)
             for old, new in prefixes:
-                if entry.startswith(old) and (method != "compressed-tensors" or "." in entry):
-                    entry = new + entry[len(old) :]
-            made.append(entry)
+                name = new + name.removeprefix(old) if name.startswith(old) else name
+            made.append(mark + name)
         return made
 
     return apply

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from mtplab.checkpoint.lenses.base import LOAD_ERROR, LOSSY, UNKNOWN, Consequence, Engine, Family, Fixed, Method
 from mtplab.checkpoint.strict_json import shown
-from mtplab.lenses.base import LOAD_ERROR, LOSSY, Consequence, Engine, Family, Fixed, Method
 
 __all__ = ["LMDEPLOY"]
 
@@ -34,6 +34,20 @@ def _fp8(content: dict[str, Any]) -> str | None:
     return None if form in ("e4m3", "e5m2") else f"fmt {shown(form)}, expected 'e4m3' or 'e5m2'"
 
 
+def _blocks(content: dict[str, Any]) -> str | None:
+    size = content.get("weight_block_size")
+    if size == [128, 128] or (size is None and content.get("activation_scheme") == "static"):
+        return None
+    return f"builds blocks of 128x128 whatever the file has (here {shown(size)}); what follows is not known"
+
+
+def _static(content: dict[str, Any]) -> Consequence | None:
+    """Only the layer of blocks quantises what it is given."""
+    if content.get("weight_block_size") is not None:
+        return None
+    return Consequence(UNKNOWN, "static FP8 layers copy the values as they are; what follows was not looked at")
+
+
 def _qwen(note: str = "") -> Family:
     return Family(
         fused=_QKV,
@@ -57,7 +71,7 @@ LMDEPLOY = Engine(
         "lmdeploy/pytorch/config.py (QuantizationConfig.from_config, get_quant_method)",
         "lmdeploy/pytorch/models/utils/model.py (DeployModelMixin.update_quant_config)",
         "lmdeploy/pytorch/models/{qwen3_5,qwen3_5_moe,qwen3_5_mtp,qwen3_next,deepseek_v2,deepseek_mtp,glm4_moe}.py",
-        "lmdeploy/pytorch/nn/linear/blocked_fp8.py (weight_loader_with_quant)",
+        "lmdeploy/pytorch/nn/linear/{__init__,blocked_fp8,static_fp8}.py (weight_loader_with_quant)",
         "https://github.com/InternLM/lmdeploy/tree/v0.18.0",
     ),
     methods={
@@ -68,6 +82,8 @@ LMDEPLOY = Engine(
             source="lmdeploy/pytorch/config.py (get_quant_method)",
             head=False,
             refuses=_fp8,
+            unsure=_blocks,
+            fp8_for_plain=_static,
         ),
         "compressed-tensors": Method(
             rule="full name or re:, unfused",

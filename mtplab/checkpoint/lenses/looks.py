@@ -9,14 +9,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from mtplab.lenses.base import LOAD_ERROR, LOSSY, SILENT, UNKNOWN, Engine, View
-from mtplab.lenses.judge import Look, judge
-from mtplab.lenses.lmdeploy import LMDEPLOY
-from mtplab.lenses.names import shaped
-from mtplab.lenses.sglang import SGLANG
-from mtplab.lenses.tensorrt_llm import TENSORRT_LLM
-from mtplab.lenses.transformers import TRANSFORMERS
-from mtplab.lenses.vllm import VLLM
+from mtplab.checkpoint.lenses.base import LOAD_ERROR, LOSSY, SILENT, UNKNOWN, Engine, View
+from mtplab.checkpoint.lenses.judge import Look, judge
+from mtplab.checkpoint.lenses.lmdeploy import LMDEPLOY
+from mtplab.checkpoint.lenses.names import shaped
+from mtplab.checkpoint.lenses.sglang import SGLANG
+from mtplab.checkpoint.lenses.tensorrt_llm import TENSORRT_LLM
+from mtplab.checkpoint.lenses.transformers import TRANSFORMERS
+from mtplab.checkpoint.lenses.vllm import VLLM
 
 __all__ = ["Looks", "lenses", "look"]
 
@@ -27,6 +27,10 @@ _WORDS = {
     LOSSY: "loses precision in",
     UNKNOWN: "not known for",
 }
+
+
+# what "right" does not say
+SCOPE = "Judged by names and exclusion lists alone: tensor layouts, block sizes and kernels are not looked at."
 
 
 def lenses() -> tuple[Engine, ...]:
@@ -47,7 +51,7 @@ class Looks:
 
     def to_dict(self, verdicts: bool = False) -> dict[str, Any]:
         """For JSON; every module's verdict only with `verdicts`."""
-        return {"sentence": self.sentence, "engines": [item.to_dict(verdicts) for item in self.looks]}
+        return {"sentence": self.sentence, "scope": SCOPE, "engines": [item.to_dict(verdicts) for item in self.looks]}
 
     def __str__(self) -> str:
         rows = [("engine", "version", "outcome", "FP8", "plain", "other", "differ")]
@@ -59,11 +63,11 @@ class Looks:
             rows.append((item.engine, item.version, item.worst, *map(str, numbers)))
         widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
         lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-        return "\n".join([*lines, "", self.sentence, *(f"- {item.summary}" for item in self.looks)])
+        return "\n".join([*lines, "", self.sentence, SCOPE, *(f"- {item.summary}" for item in self.looks)])
 
 
 def look(views: Iterable[View], method: str, content: dict[str, Any], config: dict[str, Any]) -> Looks:
-    """What each engine would build, and where the file holds something else.
+    """What each engine would build by its list, and where the file holds something else.
 
     `views` are the checkpoint's modules as stored; only linear ones are judged. `content` is its quantisation config
     with quant_method `method` (ModelOpt's hf_quant_config.json as it stands), `config` its config.json.
@@ -79,7 +83,8 @@ def _sentence(looks: tuple[Look, ...]) -> str:
     clauses = [f"loads right in {_listed(right)}"] if right else []
     for item in looks:
         if item.worst == "right" and item.unknown:
-            clauses.append(f"right as far as is known in {item.engine} ({item.unknown} modules are not)")
+            rest = "1 module is not" if item.unknown == 1 else f"{item.unknown} modules are not"
+            clauses.append(f"right as far as is known in {item.engine} ({rest})")
     for outcome, words in _WORDS.items():
         clauses += [f"{words} {item.engine}: {_reason(item)}" for item in looks if item.worst == outcome]
     text = "; ".join(clauses)

@@ -8,8 +8,8 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from mtplab.checkpoint.lenses.base import UNKNOWN, Consequence, Engine, Family, Fixed, Method
 from mtplab.checkpoint.strict_json import shown
-from mtplab.lenses.base import UNKNOWN, Consequence, Engine, Family, Fixed, Method
 
 __all__ = ["TENSORRT_LLM"]
 

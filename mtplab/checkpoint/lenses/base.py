@@ -128,7 +128,7 @@ class Method:
     refuses: Callable[[dict[str, Any]], str | None] | None = None
     unsure: Callable[[dict[str, Any]], str | None] | None = None  # likewise, why what it does is not known
     prepare: Callable[[list[str], dict[str, Any]], list[str]] | None = None
-    fp8_for_plain: Consequence | None = None
+    fp8_for_plain: Consequence | Callable[[dict[str, Any]], Consequence | None] | None = None
     # compressed-tensors: what becomes of a module that no target covers, and whether a class target may be a part
     untargeted: str = ""
     class_parts: bool = True

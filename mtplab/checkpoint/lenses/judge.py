@@ -11,9 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mtplab.checkpoint.names import normalised
-from mtplab.checkpoint.strict_json import shown
-from mtplab.lenses.base import (
+from mtplab.checkpoint.lenses.base import (
     LOAD_ERROR,
     LOSSY,
     SILENT,
@@ -28,8 +26,10 @@ from mtplab.lenses.base import (
     View,
     family_of,
 )
-from mtplab.lenses.matching import RULES, Rule, Targets, Unit
-from mtplab.lenses.names import Asked, Shaped, units_of
+from mtplab.checkpoint.lenses.matching import RULES, Rule, Targets, Unit
+from mtplab.checkpoint.lenses.names import Asked, Shaped, units_of
+from mtplab.checkpoint.names import normalised
+from mtplab.checkpoint.strict_json import shown
 
 __all__ = ["Look", "exclusion_list", "judge"]
 
@@ -282,7 +282,8 @@ class _Judge:
 
     def _consequence(self, built: str, has_scale: bool) -> Consequence:
         if built == "fp8":
-            return self._method.fp8_for_plain or self._engine.fp8_for_plain
+            own = self._method.fp8_for_plain
+            return (own(self._content) if callable(own) else own) or self._engine.fp8_for_plain
         if not has_scale:
             return Consequence(SILENT, "there is no scale to miss, and the raw codes are taken for weights")
         return self._family.plain_for_fp8 or self._engine.plain_for_fp8
@@ -320,7 +321,8 @@ class _Judge:
             return f"{name} builds {judged} of {len(verdicts)} linear modules, as the file holds them{rest}."
         gravest = min(disagreements, key=lambda item: _GRAVITY[item.outcome])
         count = sum(len(item.modules) for item in disagreements)
-        return f"{name}: {_OUTCOMES[gravest.outcome]}, {count} modules differ{rest}. {gravest.sentence}"
+        differ = "1 module differs" if count == 1 else f"{count} modules differ"
+        return f"{name}: {_OUTCOMES[gravest.outcome]}, {differ}{rest}. {gravest.sentence}"
 
 
 _GRAVITY = {LOAD_ERROR: 0, SILENT: 1, LOSSY: 2, UNKNOWN: 3}

@@ -11,8 +11,7 @@ import fnmatch
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
-from mtplab.checkpoint.strict_json import shown
-from mtplab.lenses.patterns import (
+from mtplab.checkpoint.lenses.patterns import (
     Patterns,
     anywhere,
     full_or_subtree,
@@ -22,8 +21,13 @@ from mtplab.lenses.patterns import (
     simple_glob,
     to_boundary,
 )
+from mtplab.checkpoint.strict_json import shown
 
-__all__ = ["RULES", "Answer", "Rule", "Targets", "Unit"]
+__all__ = ["BLOCK", "RULES", "Answer", "Rule", "Targets", "Unit"]
+
+# opens what is no entry but a part of the model that alone is quantised (auto-round's block_name_to_quantize)
+BLOCK = "block:"
+_OUTSIDE = "block_name_to_quantize leaves it out"
 
 # what auto-round's readers take for a sign that a key is a regular expression
 _SPECIAL = frozenset("*+?^$()[]{}|\\")
@@ -289,13 +293,16 @@ class _SegmentGlob(_SegmentsFused):
 
     def _glob(self, name: str) -> str | None:
         parts = name.split(".")
-        for piece in (name, *parts):
+        pieces = (name, *parts)
+        if parts[0] == "language_model":
+            pieces = (name, name.removeprefix("language_model."), *parts)
+        for piece in pieces:
             if piece in self._names:
                 return piece
         for piece, entry in self._tails.items():
             if piece in parts[-1]:
                 return entry
-        return self.patterns.find(name, *parts) if self.patterns is not None else None
+        return self.patterns.find(*pieces) if self.patterns is not None else None
 
 
 class _Around(Rule):
@@ -351,20 +358,20 @@ class _RegexOrEnd(Rule):
     """
 
     def _prepare(self, where: str) -> None:
-        literal = [entry for entry in self.entries if is_plain(entry)]
-        self._starts = {entry.rstrip("."): entry for entry in reversed(literal)}
-        self._all = set(self.entries)
+        # a last dot takes any character: `layers.1.` covers layers.11
+        literal = {entry for entry in self.entries if is_plain(entry) and not entry.endswith(".")}
+        self._starts = literal
         self._lengths = sorted({len(entry) for entry in self.entries})
-        self.patterns = Patterns((e for e in self.entries if not is_plain(e)), where, to_boundary)
+        self.patterns = Patterns((e for e in self.entries if e not in literal), where, to_boundary)
 
     def find(self, name: str) -> str | None:
-        if name in self._starts and not self._starts[name].endswith("."):
-            return self._starts[name]
+        if name in self._starts:
+            return name
         for at in _dots(name):
             if name[: at - 1] in self._starts:
-                return self._starts[name[: at - 1]]
+                return name[: at - 1]
         for length in self._lengths:
-            if length <= len(name) and name[len(name) - length :] in self._all:
+            if length <= len(name) and name[len(name) - length :] in self._names:
                 return name[len(name) - length :]
         return self.patterns.find(name) if self.patterns is not None else None
 
@@ -375,18 +382,24 @@ class _PerLayer(Rule):
     def _prepare(self, where: str) -> None:
         special = [entry for entry in self.entries if _SPECIAL & set(entry)]
         self.patterns = Patterns(special, where, anywhere)
-
-    def find(self, name: str) -> str | None:
-        for start in (0, *_dots(name)):
-            if name[start:] in self._names:
-                return name[start:]
-        return self.patterns.find(name) if self.patterns is not None else None
+        self._blocks = tuple(entry.removeprefix(BLOCK) for entry in self.entries if entry.startswith(BLOCK))
 
     def answer(self, unit: Unit) -> Answer:
-        direct = super().answer(unit)
-        if direct.excluded or not unit.fused:
-            return direct
-        return self._together(unit, self.find)
+        ends = [unit.name[start:] for start in (0, *_dots(unit.name))]
+        found = next((end for end in (*ends, f"model.{unit.name}") if end in self._names), None)
+        if found is None and unit.experts:  # any one's key
+            found = next((entry for entry in self.entries if entry.startswith(unit.name)), None)
+        outside = bool(self._blocks) and not unit.name.startswith(self._blocks)
+        # the members are asked for only where one of them has an entry, and their names' ends do not count
+        if found is None and unit.fused and any(map(self._own, unit.members)):
+            return self._together(unit, lambda name: self._own(name) or (_OUTSIDE if outside else None))
+        found = found or self._own(unit.name) or (_OUTSIDE if outside else None)
+        return _NO if found is None else Answer(True, found)
+
+    def _own(self, name: str) -> str | None:
+        if name in self._names:
+            return name
+        return self.patterns.find(name) if self.patterns is not None else None
 
 
 def _dots(name: str) -> list[int]:

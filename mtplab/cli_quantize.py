@@ -18,7 +18,7 @@ from mtplab.cli_common import exclusion, note, path_of, print_json, say, step_ba
 from mtplab.errors import ConfigError
 
 if TYPE_CHECKING:
-    from mtplab.convert import Written
+    from mtplab.checkpoint.convert import Written
 
 __all__ = ["quantize"]
 
@@ -77,7 +77,7 @@ def quantize(
       mtplab quantize data/tiny-qwen3_5-fp8 out/less --exclude "*.o_proj"
       mtplab quantize data/tiny-qwen3_5-fp8 out/bf16 --format bf16
     """
-    from mtplab.convert import quantize_checkpoint
+    from mtplab.checkpoint.convert import quantize_checkpoint
 
     sizes = None if block is None else _sizes(block)
     started = time.monotonic()

@@ -14,7 +14,7 @@ import torch
 
 from mtplab import cli
 from mtplab.checkpoint import SafetensorsWriter, open_checkpoint, write_safetensors
-from mtplab.convert import engine, quantize_checkpoint
+from mtplab.checkpoint.convert import engine, quantize_checkpoint
 from mtplab.errors import CheckpointError, ConfigError
 
 REPO = Path(__file__).resolve().parent.parent
@@ -86,7 +86,7 @@ def test_a_killed_run_goes_on_too(tmp_path: Path) -> None:
     source = source_of(tmp_path / "src")
     code = f"""
 import os, signal
-from mtplab.convert import quantize_checkpoint
+from mtplab.checkpoint.convert import quantize_checkpoint
 def progress(done, total):
     if done > 0.7 * total:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -217,7 +217,7 @@ def test_a_part_put_twice_or_left_out_is_noticed(tmp_path: Path) -> None:
 
 MEMORY = """
 import sys, threading, torch
-from mtplab.convert import quantize_checkpoint
+from mtplab.checkpoint.convert import quantize_checkpoint
 def field(key):
     return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith(key)) * 1024
 torch.ones(1 << 16).to(torch.float8_e4m3fn)

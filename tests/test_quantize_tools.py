@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from mtplab.checkpoint import open_checkpoint, write_safetensors
+from mtplab.checkpoint.convert import quantize_checkpoint
 from mtplab.checkpoint.lenses import View, look
-from mtplab.convert import quantize_checkpoint
 
 
 @pytest.fixture(scope="module")

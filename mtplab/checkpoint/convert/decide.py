@@ -11,13 +11,24 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mtplab.checkpoint import Checkpoint, ModulePlan, Plan, TensorInfo
+from mtplab.checkpoint.convert.experts import single_experts
+from mtplab.checkpoint.convert.layouts import Recipe, layouts
+from mtplab.checkpoint.convert.pieces import (
+    Piece,
+    Pieces,
+    can_carry,
+    carried,
+    copied,
+    decoded,
+    encoded,
+    is_fp8,
+    keeps_scale,
+)
 from mtplab.checkpoint.exclusions import QWEN_PUBLISHED, UserPatterns, parse_exclude
 from mtplab.checkpoint.lenses import View, recommended_exclusions
 from mtplab.checkpoint.names import draft_prefixes, module_of, normalised, part_of
 from mtplab.checkpoint.pairing import Pair
 from mtplab.checkpoint.strict_json import shown
-from mtplab.convert.layouts import Recipe, layouts
-from mtplab.convert.pieces import Piece, Pieces, can_carry, carried, copied, decoded, encoded, is_fp8, keeps_scale
 from mtplab.errors import ConfigError
 
 __all__ = ["DRAFTS", "Decision", "Wish", "decide"]
@@ -90,7 +101,8 @@ class _Decider:
         for name, info in self.source.tensors.items():
             role = self.source.role(name)
             if role == "parameter":
-                self.add(self.parameter(info))
+                for piece in self.apart(info) or [self.parameter(info)]:
+                    self.add(piece)
         self.in_use = {p.pair.scale.name for p in self.found.pieces if p.pair is not None and keeps_scale(p)}
         self.of_codes = {self.module_name(p.source): p for p in self.found.pieces if p.pair is not None}
         for name, info in self.source.tensors.items():
@@ -128,6 +140,17 @@ class _Decider:
         if module is not None and self.is_weight(info, module) and self.to_be_quantised(name, module):
             return encoded(info, None, name, self.recipe_for(name))
         return copied(info)
+
+    def apart(self, info: TensorInfo) -> list[Piece]:
+        """A plain stack of experts as the FP8 weights of single ones, where it is to be quantised and can be."""
+        recipe, draft = self.wish.recipe, self.is_draft(info.name)
+        how = self.wish.draft if draft else "like-target"
+        module = self.by_module.get(info.name)
+        if not self.plain or recipe is None or info.dtype not in _PLAIN or module is None or module.part == "unused":
+            return []
+        if how in ("keep", "bf16") or self.user[draft].own_pattern(info.name) is not None:
+            return []
+        return [encoded(one, None, name, recipe) for name, one in single_experts(info, self.source.config)]
 
     @staticmethod
     def is_weight(info: TensorInfo, module: ModulePlan) -> bool:
@@ -252,7 +275,8 @@ class _Decider:
                 kept += [module.name, module.name.rpartition(".")[0]]
         if stacked and self.wish.recipe is not None:
             self.warnings.append(
-                f"stacked experts stay as they are stored ({stacked / 1e9:.2f} GB): FP8 layouts hold experts one by one"
+                f"stacked experts stay as they are stored ({stacked / 1e9:.2f} GB): FP8 layouts hold experts one by "
+                "one, and how this model's are stacked is not known"
             )
         return list(dict.fromkeys(kept)), fp8
 

@@ -1,7 +1,7 @@
 """One checkpoint written as another: BF16 to FP8, FP8 to BF16, FP8 in another layout or with more kept out of it.
 
-Ties this room's modules together: what becomes of each tensor is decided in `decide.py`, moved in `engine.py`, and kept
-track of in `state.py`.
+Ties this folder's modules together: what becomes of each tensor is decided in `decide.py`, moved in `engine.py`, and
+kept track of in `state.py`.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from typing import Any
 
 from mtplab.checkpoint import Checkpoint, Plan, SafetensorsWriter, open_checkpoint
 from mtplab.checkpoint.config_json import SEPARATE_FILE, with_quantization
+from mtplab.checkpoint.convert.amend import amended
+from mtplab.checkpoint.convert.decide import Decision, Wish, decide
+from mtplab.checkpoint.convert.engine import Pool, pool, write_shard
+from mtplab.checkpoint.convert.files import copy_beside
+from mtplab.checkpoint.convert.layouts import layouts, recipe_of
+from mtplab.checkpoint.convert.pieces import Piece
+from mtplab.checkpoint.convert.rows import Shard
+from mtplab.checkpoint.convert.state import Partial, identity, write_json
 from mtplab.checkpoint.index import INDEX_NAME
 from mtplab.checkpoint.lenses import View, look
 from mtplab.checkpoint.strict_json import read_json_object
-from mtplab.convert.amend import amended
-from mtplab.convert.decide import Decision, Wish, decide
-from mtplab.convert.engine import Pool, pool, write_shard
-from mtplab.convert.files import copy_beside
-from mtplab.convert.layouts import layouts, recipe_of
-from mtplab.convert.pieces import Piece
-from mtplab.convert.rows import Shard
-from mtplab.convert.state import Partial, identity, write_json
 from mtplab.errors import CheckpointError, ConfigError
 
 __all__ = ["FORMATS", "Written", "quantize_checkpoint"]

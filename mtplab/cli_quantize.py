@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 __all__ = ["quantize"]
 
 _FEW = 3  # names shown of a longer list
+_LINE_EVERY = 30.0  # seconds between lines of progress where there is no terminal
 
 
 def quantize(
@@ -115,13 +116,18 @@ def _sizes(text: str) -> tuple[int, int]:
 def _bar(what: str) -> Iterator[tuple[Callable[[int, int], None], list[int]]]:
     """(what is told of progress, a list whose one number is the bytes read so far)."""
     read = [0]
+    told = time.monotonic()
     with step_bar(None, what, "B") as bar:
         bar.unit_scale = True
 
         def show(done: int, total: int) -> None:
+            nonlocal told
             bar.total = total
             bar.update(done - read[0])
             read[0] = done
+            if bar.disable and time.monotonic() - told > _LINE_EVERY:  # no terminal
+                told = time.monotonic()
+                note(f"{what}: {done / 1e9:.1f} of {total / 1e9:.1f} GB")
 
         yield show, read
 

@@ -194,7 +194,8 @@ def test_what_is_not_the_text_model_is_copied_and_what_is_left_is_named(tmp_path
         assert same(made.read(name), source.read(name))
         assert name.removesuffix(".weight") in made.quantization.exclusions
     assert "model.language_model.layers.0.mlp.experts" in made.quantization.exclusions
-    assert "stacked experts stay" in written.warnings[0]
+    assert any("stacked experts stay" in warning for warning in written.warnings)
+    assert not [warning for warning in made.plan().warnings if "name no module" in warning]
     assert written.left == {} and written.files_left == ("modeling_x.py",)
     assert (tmp_path / "dst" / "chat_template.jinja").read_text() == "{{ x }}"
 
@@ -244,6 +245,40 @@ def test_tensors_outside_the_index_are_named(tmp_path: Path) -> None:
     assert made["weight_map"] == {k: v for k, v in index["weight_map"].items() if not k.endswith("_inv")}
     sizes = {name: info.nbytes for name, info in open_checkpoint(tmp_path / "dst").tensors.items()}
     assert made["metadata"]["total_size"] == sum(sizes.values())
+
+
+def test_blocks_at_the_edge_are_warned_of_where_readers_get_them_wrong(tmp_path: Path) -> None:
+    source = bf16(tmp_path / "src")  # 130x160, 160x130 and 256x160
+    said = quantize_checkpoint(source, tmp_path / "a").warnings
+    assert len(said) == 1 and said[0].startswith("3 weights are no multiple of 128x128 ('model.layers.0.mlp.")
+    assert "transformers takes a block to be shape over grid" in said[0]
+    assert "vLLM refuses" in quantize_checkpoint(source, tmp_path / "b", layout="modelopt").warnings[0]
+    assert quantize_checkpoint(source, tmp_path / "c", layout="compressed-tensors").warnings == ()
+    exclude = ["published", "*.down_proj"]
+    assert quantize_checkpoint(source, tmp_path / "d", block=(2, 32), exclude=exclude).warnings == ()
+
+
+def test_an_fp8_embedding_becomes_bf16_in_a_layout_of_linear_weights(tmp_path: Path) -> None:
+    tensors = qwen_tensors()
+    name = "model.embed_tokens.weight"
+    tensors[name] = (torch.randn(32, 160) * 60).to(E4M3)
+    tensors[f"{name}_scale_inv"] = torch.rand(1, 2) + 0.1
+    source = open_checkpoint(write_checkpoint(tmp_path / "src", tensors, FP8_CONFIG))
+    quantize_checkpoint(source.path, tmp_path / "dst", format="fp8-block", layout="compressed-tensors")
+    made = open_checkpoint(tmp_path / "dst")
+    assert same(made.read(name), source.dequantize(name).bfloat16())
+    assert "model.embed_tokens" in made.quantization.exclusions
+    # and stays what it is where the layout stays
+    quantize_checkpoint(source.path, tmp_path / "same", draft="bf16")
+    assert same(open_checkpoint(tmp_path / "same").read(name), source.read(name))
+
+
+def test_what_lies_beside_a_single_file_stays_there(tmp_path: Path) -> None:
+    (tmp_path / "bank.json").write_text("{}")
+    file = plain({"model.layers.0.mlp.up_proj.weight": torch.randn(4, 4)}, tmp_path / "src") / "model.safetensors"
+    file = file.rename(tmp_path / "lora.safetensors")
+    quantize_checkpoint(file, tmp_path / "dst", exclude={"published"})
+    assert sorted(path.name for path in (tmp_path / "dst").iterdir()) == ["config.json", "lora.safetensors"]
 
 
 def test_a_name_that_is_taken_is_refused(tmp_path: Path) -> None:

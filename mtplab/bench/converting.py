@@ -20,6 +20,7 @@ from mtplab.checkpoint import SafetensorsWriter
 __all__ = ["CASES", "convert_report"]
 
 HIDDEN, INNER = 5120, 17408
+LAYERS = 0  # of the checkpoint; 0: as many as the gigabytes asked for
 CASES: dict[str, dict[str, str]] = {
     "fp8-block": {"format": "fp8-block"},
     "fp8-block, ue8m0": {"format": "fp8-block", "scales": "ue8m0"},
@@ -75,7 +76,7 @@ def _synthetic(folder: Path, gigabytes: int) -> None:
     """At least so many GB of BF16 layers, four to a shard: feed-forward weights and a norm."""
     folder.mkdir()
     values = torch.randn(INNER * HIDDEN).mul_(0.02).bfloat16()
-    layers = max(1, -(-gigabytes * 10**9 // (6 * INNER * HIDDEN)))
+    layers = LAYERS or max(1, -(-gigabytes * 10**9 // (6 * INNER * HIDDEN)))
     weight_map: dict[str, str] = {}
     for first in range(0, layers, 4):
         file = f"model-{first:05d}.safetensors"

@@ -44,11 +44,10 @@ _NOT_TEXT = ("*visual.*", "*vision_*", "*audio_*", "*_projector.*", "*projector.
 
 @dataclass
 class Decision:
-    """What is to be written. `kept`: names to list as not FP8, under which engines agree; `fp8`: modules that are."""
+    """What is to be written. `kept`: names to list as not FP8, under which engines agree."""
 
     pieces: Pieces
     kept: list[str]
-    fp8: list[str]
     to_bf16: list[str]  # names to add to a list that stays: of those that were FP8 in the source
     warnings: list[str]
 
@@ -115,8 +114,9 @@ class _Decider:
         self.found.merged -= self.in_use
         recipe, quantization = self.wish.recipe, self.source.quantization
         method = layouts()[recipe.layout].method if recipe else quantization.method if quantization else "fp8"
-        kept, fp8 = self.names(method)
-        return Decision(self.found, kept, fp8, self.newly_kept(method), self.warnings)
+        if recipe is not None:
+            self.warn_of_ragged(recipe)
+        return Decision(self.found, self.names(method), self.newly_kept(method), self.warnings)
 
     def module_name(self, info: TensorInfo) -> str:
         return module_of(self.source.values_name(info.name))
@@ -198,6 +198,9 @@ class _Decider:
         recipe = self.wish.recipe
         if recipe is None:
             return self.as_stored(name, pair)
+        module = self.by_module.get(name)
+        if len(pair.codes.shape) == 2 and (module is None or module.kind != "linear"):
+            return decoded(pair, values)  # an embedding, say: the layouts written here are of linear weights
         if can_carry(pair, recipe, self.power_of_two):
             return carried(pair, name, recipe)
         if len(pair.codes.shape) != 2:
@@ -258,10 +261,9 @@ class _Decider:
             for module in self.plan.modules
         ]
 
-    def names(self, method: str) -> tuple[list[str], list[str]]:
-        """(names to list as kept out of FP8, modules that are FP8)."""
-        fp8 = [self.module_name(piece.source) for piece in self.found.pieces if is_fp8(piece.outputs)]
-        quantised = set(fp8)
+    def names(self, method: str) -> list[str]:
+        """Names to list as kept out of FP8."""
+        quantised = {self.module_name(piece.source) for piece in self.found.pieces if is_fp8(piece.outputs)}
         kept = recommended_exclusions(self.views(quantised), method)
         stacked = 0
         for module in self.plan.modules:
@@ -278,7 +280,29 @@ class _Decider:
                 f"stacked experts stay as they are stored ({stacked / 1e9:.2f} GB): FP8 layouts hold experts one by "
                 "one, and how this model's are stacked is not known"
             )
-        return list(dict.fromkeys(kept)), fp8
+        return list(dict.fromkeys(kept))
+
+    def warn_of_ragged(self, recipe: Recipe) -> None:
+        """Readers that do not take a block at the edge for what it is."""
+        readers = {
+            "hf": "transformers takes a block to be shape over grid, and reads them wrong or not at all",
+            "modelopt": "vLLM refuses them",
+        }
+        if recipe.granularity != "block" or recipe.layout not in readers:
+            return
+        ragged = [
+            piece.out.name
+            for piece in self.found.pieces
+            if piece.scale is not None
+            # one block for a whole side is no last one
+            and any(size > block and size % block for size, block in zip(piece.out.shape, recipe.block, strict=True))
+        ]
+        if ragged:
+            bm, bn = recipe.block
+            self.warnings.append(
+                f"{len(ragged)} weights are no multiple of {bm}x{bn} ({shown(ragged[0])} first): "
+                f"{readers[recipe.layout]}. Exclude them, or take another --block or --format"
+            )
 
     def newly_kept(self, method: str) -> list[str]:
         """Names to add to the list of a checkpoint whose layout stays: what was FP8 and is not any more."""

@@ -25,6 +25,7 @@ from mtplab.checkpoint.convert.layouts import layouts, recipe_of
 from mtplab.checkpoint.convert.pieces import Piece
 from mtplab.checkpoint.convert.rows import Shard
 from mtplab.checkpoint.convert.state import Partial, identity, write_json
+from mtplab.checkpoint.exclusions import parse_exclude
 from mtplab.checkpoint.index import INDEX_NAME
 from mtplab.checkpoint.lenses import View, look
 from mtplab.checkpoint.strict_json import read_json_object
@@ -112,19 +113,23 @@ def quantize_checkpoint(
     decision = decide(source, wish)
     configs = _configs(source, wish, decision)
     settings = {
-        "format": format, "layout": layout, "scales": scales, "block": block, "exclude": exclude,
-        "draft_exclude": draft_exclude, "draft": draft, "kept": decision.kept,
+        "format": format, "layout": layout, "scales": scales, "block": block,
+        "exclude": _sorted(parse_exclude(exclude)), "draft_exclude": _sorted(parse_exclude(draft_exclude)),
+        "draft": draft, "kept": decision.kept,
     }  # fmt: skip
     try:
         with Partial(target).opened(settings, identity(source), restart) as partial:
             resumed, nbytes = _write_shards(source, wish, decision, partial, progress, threads)
-            files_left = copy_beside(source.files.folder, partial.content)
+            # what lies beside a single file without a config is anyone's
+            files_left = copy_beside(source.files.folder, partial.content) if source.config else []
             for name, content in configs.items():
                 write_json(partial.content / name, content)
             made = open_checkpoint(partial.content)
             plan = made.plan()
             engines = _engines(made, plan)
             partial.publish()
+        if plan.warnings:  # which name files
+            plan = open_checkpoint(target).plan()
     except OSError as error:
         raise CheckpointError(f"{target}: cannot be written: {error.strerror or error}.") from None
     actions: dict[str, int] = {}
@@ -134,6 +139,11 @@ def quantize_checkpoint(
         target, plan, actions, dict(decision.pieces.left), tuple(decision.kept), tuple(files_left), engines,
         tuple(decision.warnings), resumed, nbytes,
     )  # fmt: skip
+
+
+def _sorted(items: tuple[str, ...] | None) -> list[str] | None:
+    """In an order of its own: a set has none that lasts from run to run."""
+    return None if items is None else sorted(items)
 
 
 def _engines(made: Checkpoint, plan: Plan) -> str:

@@ -294,11 +294,21 @@ class Checkpoint:
         """The plan as published, with the modules that cannot be used in it as "unusable", and why as their rule."""
         return make_plan(self.tensors, self.config, self._pairing, self.quantization, faulty=True)
 
-    def audit(self, deep: bool = False, progress: Callable[[int, int], None] | None = None) -> Audit:
+    def audit(
+        self,
+        deep: bool = False,
+        progress: Callable[[int, int], None] | None = None,
+        source: Checkpoint | str | os.PathLike[str] | None = None,
+    ) -> Audit:
         """What is in the checkpoint, what is wrong with it, and how engines will read it (`mtplab audit`).
 
-        `deep` reads the values too; `progress` is then called with (bytes read, bytes in all).
+        Args:
+            deep: read the values too; `progress` is then called with (bytes read, bytes in all).
+            source: the checkpoint that this one was made from: what was lost on the way is found as well.
+
+        Raises CheckpointError where `source` cannot be opened.
         """
         from mtplab.checkpoint.audit import examine
 
-        return examine(self, deep, progress)
+        origin = source if source is None or isinstance(source, Checkpoint) else open_checkpoint(source, lenient=True)
+        return examine(self, deep, progress, origin)

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mtplab.checkpoint.audit import checks_draft, checks_files, checks_lists, checks_scales
+from mtplab.checkpoint.audit import checks_draft, checks_files, checks_lists, checks_scales, checks_target
+from mtplab.checkpoint.audit.compare import compare, values_findings
 from mtplab.checkpoint.audit.engines import engine_findings, engines_of
 from mtplab.checkpoint.audit.finding import SEVERITIES, Finding, at_least, ordered
 from mtplab.checkpoint.audit.heads import Head
@@ -22,7 +23,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Audit", "examine"]
 
-_CHECKS = (*checks_files.CHECKS, *checks_lists.CHECKS, *checks_scales.CHECKS, *checks_draft.CHECKS)
+_CHECKS = (
+    *checks_files.CHECKS, *checks_target.CHECKS, *checks_lists.CHECKS, *checks_scales.CHECKS, *checks_draft.CHECKS,
+)  # fmt: skip
 
 
 @dataclass(frozen=True, repr=False)
@@ -102,14 +105,39 @@ class Audit:
         return as_html(self)
 
 
-def examine(ckpt: Checkpoint, deep: bool = False, progress: Callable[[int, int], None] | None = None) -> Audit:
+class _Reading:
+    """Counts bytes read for a progress bar; the bar's end is what all of `subjects` hold."""
+
+    def __init__(self, progress: Callable[[int, int], None] | None, subjects: list[Subject]) -> None:
+        self._progress = progress
+        self._total = sum(module.nbytes for subject in subjects for module in subject.modules)
+        self._done = 0
+
+    def __call__(self, nbytes: int) -> None:
+        self._done += nbytes
+        if self._progress is not None:
+            self._progress(self._done, self._total)
+
+
+def examine(
+    ckpt: Checkpoint,
+    deep: bool = False,
+    progress: Callable[[int, int], None] | None = None,
+    source: Checkpoint | None = None,
+) -> Audit:
     """Audit an opened checkpoint; as `Checkpoint.audit`. Without `deep` nothing but headers is read."""
     subject = Subject(ckpt)
+    origin = Subject(source) if source is not None else None
     found = [finding for check in _CHECKS for finding in check(subject)]
+    if origin is not None:
+        found += compare(subject, origin)
     if deep:
         from mtplab.checkpoint.audit.deep import deep_findings
 
-        found += deep_findings(subject, progress)
+        reading = _Reading(progress, [subject] if origin is None else [subject, subject, origin])
+        found += deep_findings(subject, reading)
+        if origin is not None:
+            found += values_findings(subject, origin, reading)
     looks = engines_of(subject)
     found += engine_findings(looks)
     method = str(subject.content.get("quant_method", "unnamed")) if ckpt.found is not None else "none"

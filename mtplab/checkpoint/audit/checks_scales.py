@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from mtplab.checkpoint.audit.finding import Finding, listed
 from mtplab.checkpoint.audit.subject import Subject
+from mtplab.checkpoint.names import draft_prefixes, part_of
 
 __all__ = ["CHECKS"]
 
@@ -108,7 +109,8 @@ def _kv(subject: Subject) -> Iterator[Finding]:
     scales = subject.ckpt.kv_scales()
     if not scales:
         return
-    draft = [name for name in scales if name.startswith("mtp.") or ".mtp" in name]
+    drafts = draft_prefixes(subject.config)
+    draft = [name for name in scales if part_of(name, drafts) == "draft"]
     yield Finding(
         "note", "kv-scales",
         f"{len(scales)} scales of a quantised KV cache are in the file: {listed(list(scales))}.", tuple(scales),
@@ -123,6 +125,10 @@ def _kv(subject: Subject) -> Iterator[Finding]:
         )  # fmt: skip
 
 
+# every rank holds all of these: what joins the head's inputs, small gates, and the down projections of MLA
+_WHOLE = ("fc", "eh_proj", "in_proj_a", "in_proj_b", "kv_a_proj_with_mqa", "q_a_proj", "wq_a", "wkv")
+
+
 def _tensor_parallel(subject: Subject) -> Iterator[Finding]:
     """How far block-scaled weights can be split: every rank needs whole blocks."""
     limits: dict[int, list[str]] = {}
@@ -135,7 +141,7 @@ def _tensor_parallel(subject: Subject) -> Iterator[Finding]:
         last = module.name.rpartition(".")[2]
         rows_split = last not in ("o_proj", "down_proj", "out_proj", "w2", "wo_b", "fc", "eh_proj")
         size, block = (module.shape[0], bm) if rows_split else (module.shape[1], bn)
-        if last in ("fc", "eh_proj", "in_proj_a", "in_proj_b") or size < block:
+        if last in _WHOLE or size < block:
             continue
         ways = size // block if size % block == 0 else 1
         most = ways & -ways

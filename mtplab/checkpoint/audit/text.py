@@ -24,7 +24,7 @@ def title(audit: Audit) -> str:
     """One line: what kind of checkpoint it is and how large."""
     total = sum(sum(row.values()) for row in audit.bytes_by_part.values())
     files = f"{audit.files} file{'s' if audit.files != 1 else ''}"
-    what = "not quantised" if audit.method == "none" else f"quant_method {audit.method}"
+    what = "not quantised" if audit.method == "none" else f"quant_method {printable(audit.method)}"
     return f"{printable(audit.path, 400)}: {what}, {audit.tensors:,} tensors in {files}, {as_bytes(total)}"
 
 

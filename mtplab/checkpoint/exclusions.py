@@ -68,6 +68,8 @@ class ListedModules:
         Raises CheckpointError for a pattern that is no regular expression or takes longer than
         bounded_regex.PATTERN_SECONDS.
         """
+        if not self._literal and not self._patterns:
+            return None
         name = normalised(module)
         entry = self._literal.get(name)
         if entry is None:

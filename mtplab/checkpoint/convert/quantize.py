@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from mtplab.checkpoint import Checkpoint, Plan, SafetensorsWriter, open_checkpoint
+from mtplab.checkpoint.audit.engines import views_of
 from mtplab.checkpoint.config_json import SEPARATE_FILE, with_quantization
 from mtplab.checkpoint.convert.amend import amended
 from mtplab.checkpoint.convert.decide import Decision, Wish, decide
@@ -27,7 +28,7 @@ from mtplab.checkpoint.convert.rows import Shard
 from mtplab.checkpoint.convert.state import Partial, identity, write_json
 from mtplab.checkpoint.exclusions import parse_exclude
 from mtplab.checkpoint.index import INDEX_NAME
-from mtplab.checkpoint.lenses import View, look
+from mtplab.checkpoint.lenses import look
 from mtplab.checkpoint.strict_json import read_json_object
 from mtplab.errors import CheckpointError, ConfigError
 
@@ -149,9 +150,7 @@ def _sorted(items: tuple[str, ...] | None) -> list[str] | None:
 def _engines(made: Checkpoint, plan: Plan) -> str:
     if made.quantization is None or made.found is None:
         return ""
-    fp8 = {module.name for module in plan.modules if module.weight == "fp8"}
-    views = [View(m.name, m.kind, m.part, m.name in fp8, m.name in fp8) for m in plan.modules]
-    return look(views, made.quantization.method, made.found.content, made.config).sentence
+    return look(views_of(plan.modules), made.quantization.method, made.found.content, made.config).sentence
 
 
 def _wish(

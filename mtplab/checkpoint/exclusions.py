@@ -57,6 +57,7 @@ class ListedModules:
             else:
                 self._patterns.append(entry)
         self._literal.pop("", None)
+        self._depths = sorted({key.count(".") + 1 for key in self._literal})
         self._bounded = BoundedPatterns(self._patterns, where, to_module_end=True)
         self.matched: set[str] = set()
 
@@ -68,11 +69,11 @@ class ListedModules:
         """
         name = normalised(module)
         entry = self._literal.get(name)
-        if entry is None:
+        if entry is None and self._literal:
             parts = name.split(".")
-            above = (".".join(parts[:i]) for i in range(len(parts) - 1, 0, -1))
-            ends = (".".join(parts[i:]) for i in range(1, len(parts)))
-            entry = next((self._literal[key] for key in (*ends, *above) if key in self._literal), None)
+            depths = [depth for depth in reversed(self._depths) if depth < len(parts)]  # the longest entry first
+            keys = (*(".".join(parts[-depth:]) for depth in depths), *(".".join(parts[:depth]) for depth in depths))
+            entry = next((self._literal[key] for key in keys if key in self._literal), None)
         if entry is None and self._patterns:
             entry = self._bounded.first(module, name)
         if entry is not None:

@@ -21,6 +21,7 @@ _ROOTS = (
     ("language_model.model.", "model."),
     ("language_model.lm_head", "lm_head"),
 )
+_WRAPPED = tuple(root for root, _ in _ROOTS)
 _PARAMETERS = ("weight", "bias")
 _DRAFT_ROOTS = ("mtp.", "model.mtp.", "model.mtp_layers.")  # Qwen3.5, MiMo-V2, MiMo-7B
 _VISION = ("model.visual.", "visual.")
@@ -31,9 +32,10 @@ _HEADS = {"lm_head", "head", "output"}
 
 def normalised(name: str) -> str:
     """The name under the text model's own root: `model.language_model.layers.0` becomes `model.layers.0`."""
-    for root, plain in _ROOTS:
-        if name.startswith(root):
-            return plain + name[len(root) :]
+    if name.startswith(_WRAPPED):  # few names are, and this is asked of every one, often
+        for root, plain in _ROOTS:
+            if name.startswith(root):
+                return plain + name[len(root) :]
     return name
 
 

@@ -75,13 +75,20 @@ class Pairing:
 
     def is_quantised(self, info: TensorInfo) -> bool:
         """Whether the tensor holds FP8 codes, which mean nothing without a scale."""
-        if self.is_scale(info.name):
+        return info.name in self._codes
+
+    @cached_property
+    def _codes(self) -> frozenset[str]:
+        return frozenset(info.name for info in self._tensors.values() if self._holds_codes(info))
+
+    def _holds_codes(self, info: TensorInfo) -> bool:
+        if info.name in self._scales:
             return False
         if info.dtype in _BYTES:
             scheme = self._scheme(info) if self._stem_scale(info.name) is not None else None
             mine = scheme is not None and not scheme.foreign
             return mine and not self._packs_two(info) and self._foreign_beside(info) is None
-        return info.dtype in FP8_DTYPES and not self._scales_packed(info.name)
+        return info.dtype in FP8_DTYPES and not (".weight_scale" in info.name and self._scales_packed(info.name))
 
     def is_scale(self, name: str) -> bool:
         """Whether the tensor is a scale of a weight, whether or not that weight is there."""
@@ -112,7 +119,7 @@ class Pairing:
             if info.name.endswith(suffix):
                 return what
         stem = info.name.removesuffix(".weight")
-        if stem == info.name or not info.shape or self.is_quantised(info):
+        if stem == info.name or not info.shape or self._holds_codes(info):
             return None
         what = self._foreign_beside(info)
         own = self._stem_scale(info.name)
@@ -247,8 +254,8 @@ class Pairing:
                 f"with{self._scale_like(info.name, '; the file has ')}.",
             )  # fmt: skip
         own = self._stem_scale(info.name)
-        named = any(codes and info.name.endswith(codes) for codes, _ in self._pairs)
-        if len(info.shape) not in (2, 3) or not (named or own is not None):
+        named = own is not None or any(codes and info.name.endswith(codes) for codes, _ in self._pairs)
+        if len(info.shape) not in (2, 3) or not named:
             suffix = self._pairs[0][0]
             return _error(
                 "unknown-layout", info,

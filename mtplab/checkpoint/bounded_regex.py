@@ -62,16 +62,20 @@ class BoundedPatterns:
         begun = time.perf_counter()
         left = min(PATTERN_SECONDS - self._spent[pattern], self._left)
         try:
+            if left <= 0:
+                raise TimeoutError
             compiled = self._compiled.get(pattern)
             if compiled is None:
                 compiled = self._compiled[pattern] = _compile(pattern, self._template)
-            return any(compiled.match(text, timeout=max(left, 1e-3)) for text in texts)
+            return any(compiled.match(text, timeout=left) for text in texts)
         except TimeoutError:
-            raise self._refused(
-                pattern,
-                f"takes more than {PATTERN_SECONDS} s to match (or all patterns together {self._all} s): "
-                "expected module names or simple patterns.",
-            ) from None
+            if self._spent[pattern] + time.perf_counter() - begun < PATTERN_SECONDS:
+                raise CheckpointError(
+                    f"{self._where}: its {len(self._spent)} patterns, {shown(pattern)} among them, take more than "
+                    f"{self._all} s to match: expected module names, or a few patterns. Shorten the list."
+                ) from None
+            why = f"takes more than {PATTERN_SECONDS} s to match: expected a module name or a simple pattern."
+            raise self._refused(pattern, why) from None
         except (regex.error, RecursionError, OverflowError, ValueError) as error:
             why = f"is neither a module name nor a regular expression that is tried: {str(error)[:120]}."
             raise self._refused(pattern, why) from None

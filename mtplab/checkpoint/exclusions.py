@@ -36,6 +36,8 @@ QWEN_PUBLISHED: tuple[str, ...] = (
     "*visual.*",
 )
 
+# a module lies at most so deep
+_DEPTHS = frozenset(range(1, 65))
 _LITERAL = re.compile(r"[\w.\-/]*", re.ASCII)
 
 
@@ -57,7 +59,8 @@ class ListedModules:
             else:
                 self._patterns.append(entry)
         self._literal.pop("", None)
-        self._depths = sorted({key.count(".") + 1 for key in self._literal})
+        # how many parts the entries have that can be part of a name: a name is cut at these only
+        self._depths = sorted({key.count(".") + 1 for key in self._literal} & _DEPTHS)
         self._bounded = BoundedPatterns(self._patterns, where, to_module_end=True)
         self.matched: set[str] = set()
 
@@ -84,10 +87,12 @@ class ListedModules:
         """Entries that cover none of `modules`: what they were to protect is not protected."""
         left = {key: entry for key, entry in self._literal.items() if entry not in self.matched}
         for module in modules if left else ():
-            parts = normalised(module).split(".")
-            for i in range(1, len(parts) + 1):
-                left.pop(".".join(parts[:i]), None)
-                left.pop(".".join(parts[i:]), None)
+            name = normalised(module)
+            parts = name.split(".")
+            left.pop(name, None)
+            for depth in self._depths:
+                left.pop(".".join(parts[:depth]), None)
+                left.pop(".".join(parts[-depth:]), None)
         return [*left.values(), *(item for item in self._patterns if item not in self.matched)]
 
 

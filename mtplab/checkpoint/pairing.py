@@ -64,6 +64,7 @@ class Pairing:
         self._config = config
         self._pairs = fmt.pairs if fmt is not None else ()
         self._judged: dict[str, Pair | Problem] = {}
+        self._pattern_fault = ""
 
     def weight_names(self) -> dict[str, str]:
         """Name of a weight's values → name of its codes, where a format calls them differently (torchao)."""
@@ -179,7 +180,8 @@ class Pairing:
                 seen_codes = True
                 found = self._verdict(info)
                 if isinstance(found, Problem):
-                    yield found
+                    if found.kind != "pattern":
+                        yield found
                 elif found.dtype != info.dtype:
                     yield Problem(
                         "warning", "bytes-as-integers", info.name,
@@ -191,6 +193,8 @@ class Pairing:
                 yield from self._scale_fault(info)
             else:
                 yield from self._other_codes(info)
+        if self._pattern_fault:
+            yield Problem("error", "pattern", "", self._pattern_fault)
         if self._config is not None and not seen_codes:
             dtypes = ", ".join(sorted({info.dtype for info in self._tensors.values()}))
             yield Problem(
@@ -208,10 +212,14 @@ class Pairing:
         return None
 
     def _scheme(self, info: TensorInfo) -> Scheme | None:
-        if self._config is None:
+        if self._config is None or self._pattern_fault:
             return None
         name = self._values_name(info.name)
-        return self._config.scheme_of(module_of(name))
+        try:
+            return self._config.scheme_of(module_of(name))
+        except CheckpointError as error:
+            self._pattern_fault = str(error)  # a pattern that cannot be run: of no module is known what it is given
+            return None
 
     def _values_name(self, codes: str) -> str:
         suffix = self._pairs[0][0] if self._pairs else ""
@@ -263,6 +271,8 @@ class Pairing:
                 f"scale beside them ({self._format.name}){self._scale_like(info.name, '; the file has ')}.",
             )  # fmt: skip
         scheme = self._scheme(info)
+        if self._pattern_fault:
+            return Problem("error", "pattern", info.name, self._pattern_fault)
         if scheme is None or scheme.foreign:
             given = scheme.foreign if scheme is not None else "no weight scheme"
             return _error(

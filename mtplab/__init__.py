@@ -16,7 +16,7 @@ _WHERE = {
     "CheckpointError": "mtplab.errors",
     "ConfigError": "mtplab.errors",
     "open_checkpoint": "mtplab.checkpoint",
-    "quantize_checkpoint": "mtplab.quant.export",
+    "quantize_checkpoint": "mtplab.convert",
     "load_model": "mtplab.models",
     "generate": "mtplab.decode",
     "Cancelled": "mtplab.decode",
@@ -40,10 +40,10 @@ __all__ = [
 
 if TYPE_CHECKING:
     from mtplab.checkpoint import open_checkpoint
+    from mtplab.convert import quantize_checkpoint
     from mtplab.decode import Cancelled, generate
     from mtplab.errors import CheckpointError, ConfigError, MtplabError
     from mtplab.models import load_model
-    from mtplab.quant.export import quantize_checkpoint
     from mtplab.study import sweep
     from mtplab.study.hidden import compare_hidden
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from mtplab.checkpoint import open_checkpoint
+from mtplab.checkpoint import Checkpoint, open_checkpoint
 from mtplab.checkpoint.audit import SEVERITIES, Audit
 from mtplab.checkpoint.audit.text import as_text
-from mtplab.cli_common import CheckpointPath, emit, print_json, step_bar
+from mtplab.cli_common import CheckpointPath, emit, path_of, print_json, step_bar
 
 __all__ = ["audit"]
 
@@ -31,6 +32,10 @@ def audit(
         bool, typer.Option("--modules", help="A line for every module, and the rule that decided.")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")] = False,
+    source: Annotated[
+        Path | None,
+        typer.Option(metavar="PATH", parser=path_of, help="The checkpoint this one was made from: find what was lost."),
+    ] = None,
     fail_on: Annotated[
         str,
         typer.Option(
@@ -48,9 +53,11 @@ def audit(
       mtplab audit data/tiny-qwen3_5-fp8
       mtplab audit data/tiny-qwen3_5-fp8 --deep --json
       mtplab audit data/tiny-qwen3_5-fp8 --fail-on warning
+      mtplab audit data/tiny-qwen3_5-fp8 --source data/tiny-qwen3_5
     """
     ckpt = open_checkpoint(path, lenient=True)
-    found = _deep(ckpt) if deep else ckpt.audit()
+    origin = open_checkpoint(source, lenient=True) if source is not None else None
+    found = _deep(ckpt, origin) if deep else ckpt.audit(source=origin)
     if as_json:
         print_json(found.to_dict(modules=modules))
     else:
@@ -59,7 +66,11 @@ def audit(
         raise typer.Exit(1)
 
 
-def _deep(ckpt) -> Audit:
-    total = sum(info.nbytes for info in ckpt.tensors.values())
-    with step_bar(total, "reading", unit="B") as bar:
-        return ckpt.audit(deep=True, progress=lambda done, _: bar.update(done - bar.n))
+def _deep(ckpt: Checkpoint, origin: Checkpoint | None) -> Audit:
+    with step_bar(None, "reading", unit="B") as bar:
+
+        def progress(done: int, total: int) -> None:
+            bar.total = total
+            bar.update(done - bar.n)
+
+        return ckpt.audit(deep=True, progress=progress, source=origin)

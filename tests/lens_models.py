@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from mtplab.checkpoint.lenses import View
 from mtplab.checkpoint.names import draft_prefixes, kind_of, part_of
-from mtplab.lenses import View
 
 FP8: dict[str, Any] = {
     "quant_method": "fp8",

@@ -31,6 +31,7 @@ def up_to_the_work(repo, tmp_path, monkeypatch):
     monkeypatch.setattr(import_module("mtplab.study.sweep"), "PointStore", stop)
     monkeypatch.setattr("mtplab.models.load_model", stop)
     monkeypatch.setattr("papermill.execute_notebook", stop)
+    monkeypatch.setattr("mtplab.convert.quantize.Partial", stop)
 
     def run(line: str, capsys) -> None:
         words = shlex.split(line.split(" > ")[0], comments=True)
@@ -45,7 +46,7 @@ def up_to_the_work(repo, tmp_path, monkeypatch):
 
 def test_every_example_in_the_help_is_accepted(up_to_the_work, capsys):
     examples = []
-    for name in ([], ["generate"], ["sweep"], ["report"], ["doctor"]):
+    for name in ([], ["generate"], ["sweep"], ["quantize"], ["report"], ["doctor"]):
         main([*name, "--help"])
         lines = capsys.readouterr().out.splitlines()
         examples += [line.strip() for line in lines if line.startswith("    mtplab ")]

@@ -123,11 +123,12 @@ def test_a_sequence_does_not_see_its_neighbours_and_two_runs_agree():
     assert torch.equal(one, out[1:2]) and torch.equal(alone, ring[:, 2:4])
 
 
-def test_slices_of_a_projection_are_read_where_they_lie():
+@pytest.mark.parametrize("before", [0, 3], ids=["where they lie", "copied, as they begin at no multiple of 16"])
+def test_slices_of_a_projection(before):
     b, t, key_heads, heads, d = 2, 2, 1, 2, 64
     *x, state = inputs(b, t, key_heads, heads, d, d)
     wide = torch.full((b, t, 2 * key_heads * d + heads * d + 16), float("nan"))
-    parts = list(wide[..., :-16].split([key_heads * d, key_heads * d, heads * d], -1))
+    parts = list(wide[..., before : before - 16].split([key_heads * d, key_heads * d, heads * d], -1))
     views = [part.unflatten(-1, (-1, d)) for part in parts]
     for view, y in zip(views, x[:3], strict=True):
         view.copy_(y)

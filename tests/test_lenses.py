@@ -22,7 +22,7 @@ from lens_models import (
     qwen,
     views,
 )
-from mtplab.lenses import Look, View, lenses, look, recommended_exclusions
+from mtplab.checkpoint.lenses import Look, View, lenses, look, recommended_exclusions
 
 ENGINES = [engine.name for engine in lenses()]
 
@@ -73,6 +73,25 @@ def test_the_recommended_list_holds_when_the_model_is_loaded_as_text_only():
     assert "model.layers.0.linear_attn.in_proj_a" in entries and "lm_head" in entries
     found = look(modules, "fp8", fp8(entries), QWEN_TEXT)
     assert all(item.worst == "right" for item in found.looks), str(found)
+
+
+def test_a_tied_head_is_recommended_too_and_a_quantised_one_is_not():
+    """transformers quantises the head that a list leaves out, whether it has a tensor of its own or not."""
+    tied = [view for view in llama() if view.name != "lm_head"]
+    assert recommended_exclusions(tied, "fp8") == ["lm_head"]
+    assert recommended_exclusions([*tied, View("lm_head", "linear", "head", True, True)], "fp8") == []
+
+
+@pytest.mark.parametrize("method", ["fp8", "modelopt"])
+def test_tensorrt_llm_writes_qwens_lists_anew(method):
+    """modeling_qwen3_5.py: in_proj_a alone keeps in_proj_ba plain, in_proj_z alone in_proj_qkvz."""
+    modules, root = qwen(), "model.language_model.layers.0.linear_attn."
+    content = fp8() if method == "fp8" else dict(MODELOPT)
+    content["modules_to_not_convert" if method == "fp8" else "ignore"] = [f"{root}in_proj_a", f"{root}in_proj_z"]
+    found = look(modules, method, content, QWEN)["TensorRT-LLM"]
+    assert built(found, f"{root}in_proj_b") == "plain"
+    # an HF fp8 file's qkvz is multiplied out at load, and so is right whatever the list says
+    assert built(found, f"{root}in_proj_qkv") == ("fp8" if method == "fp8" else "plain")
 
 
 def test_what_no_list_can_save_is_said():

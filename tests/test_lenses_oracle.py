@@ -16,8 +16,8 @@ from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQu
 from transformers.quantizers.quantizers_utils import should_convert_module
 
 from lens_models import FP8, QWEN, QWEN_TEXT, qwen_names, views
-from mtplab.lenses import look
-from mtplab.lenses.matching import RULES, Unit
+from mtplab.checkpoint.lenses import look
+from mtplab.checkpoint.lenses.matching import RULES, Unit
 
 NAMES = [
     f"{root}{end}"

@@ -9,8 +9,8 @@ import time
 import pytest
 
 from lens_models import CT, FP8, LLAMA
-from mtplab.lenses import View, look
-from mtplab.lenses.matching import RULES, Unit
+from mtplab.checkpoint.lenses import View, look
+from mtplab.checkpoint.lenses.matching import RULES, Unit
 
 QKV = ("q_proj", "k_proj", "v_proj")
 
@@ -22,6 +22,7 @@ def unit(name, *members, experts=False):
 
 LAYER = "model.layers.0"
 QKV_UNIT = unit(f"{LAYER}.self_attn.qkv_proj", *QKV)
+BA = unit(f"{LAYER}.linear_attn.in_proj_ba", "in_proj_b", "in_proj_a")
 GATE_UP = unit(f"{LAYER}.mlp.gate_up_proj", "gate_proj", "up_proj")
 OUT = unit(f"{LAYER}.self_attn.o_proj")
 GATE = unit(f"{LAYER}.mlp.gate")
@@ -83,6 +84,7 @@ EXPERTS = Unit(
         ("glob or above", "re:.*o_proj", OUT, True),
         ("glob or above", "re:.*o_pro", OUT, False),
         ("glob or above", f"{LAYER}.self_attn.k_proj", QKV_UNIT, True),
+        ("glob or above", f"{LAYER}.linear_attn.in_proj_a", BA, False),
         ("glob or above", f"{LAYER}.mlp.experts.0.up_proj", EXPERTS, False),
         # torchao in vLLM does not take fused modules apart
         ("segments", f"{LAYER}.self_attn.q_proj", QKV_UNIT, False),
@@ -99,11 +101,11 @@ def test_a_rule_reads_an_entry(rule, entry, asked, expected):
 @pytest.mark.parametrize("rule", sorted(RULES))
 def test_every_rule_reads_many_entries_as_it_reads_one(rule):
     """Patterns are tried side by side; that must change no answer."""
-    names = [f"model.layers.{i}.mlp.{last}" for i in range(30) for last in ("gate", "down_proj", "gate_up_proj")]
+    names = [f"model.layers.{i}.mlp.{last}" for i in range(30) for last in ("gate", "down_down", "gate_up_proj")]
     entries = [f"re:.*layers\\.{i}\\.mlp\\.(gate|up_proj)$" for i in range(0, 30, 3)]
     entries += [f"model.layers.{i}.*" for i in range(0, 30, 7)] + [
-        "*.down_pro[a-j]",
-        "re:.*(x)\\1",
+        "*.5.mlp.down_dow[a-n]",
+        "re:.*(down)_\\1$",
         "(?i)MODEL.LAYERS.5",
     ]
     together = RULES[rule](entries, "test")

@@ -23,10 +23,10 @@ ROOMS: dict[str, set[str]] = {room: set(CHAIN[:place]) for place, room in enumer
 for _room in CHAIN[CHAIN.index("checkpoint") :]:
     ROOMS[_room].add("kernels")
 ROOMS["kernels"] = set()
-# names and configs only, and nothing that needs torch
-ROOMS["lenses"] = {"errors", "checkpoint"}
+# beside the chain: writes checkpoints, runs none
+ROOMS["convert"] = {"errors", "config", "checkpoint", "quant", "kernels"}
 ROOMS["bench"] = ROOMS["report"] | {"kernels"}
-ROOMS["cli"] = set(CHAIN) | {"bench", "kernels", "lenses"}
+ROOMS["cli"] = set(CHAIN) | {"bench", "convert", "kernels"}
 
 # what the command line and a bare `import mtplab` must not wait for
 HEAVY = ("torch", "triton", "transformers", "matplotlib", "IPython", "ipywidgets", "papermill")
@@ -178,7 +178,8 @@ def run_python(code: str, cwd: Path = REPO) -> str:
 
 
 @pytest.mark.parametrize(
-    "module", ["mtplab", "mtplab.errors", "mtplab.config", "mtplab.checkpoint", "mtplab.lenses", "mtplab.cli"]
+    "module",
+    ["mtplab", "mtplab.errors", "mtplab.config", "mtplab.checkpoint", "mtplab.checkpoint.audit", "mtplab.cli"],
 )
 def test_import_is_light(module):
     loaded = run_python(f"import sys, {module}; print(*[m for m in {HEAVY!r} if m in sys.modules])")

@@ -83,6 +83,7 @@ class Checkpoint:
             self.refused = error
         self._pairing = Pairing(files.tensors, fmt, self.quantization)
         self._codes_of = self._pairing.weight_names()
+        self._values_of = {codes: values for values, codes in self._codes_of.items()}
 
     def __repr__(self) -> str:
         method = self.quantization.method if self.quantization is not None else "not quantised"
@@ -217,6 +218,22 @@ class Checkpoint:
         info = self.info(name)
         return self._pairing.pair(info) if self._pairing.is_quantised(info) else None
 
+    def values_name(self, name: str) -> str:
+        """How the values of the tensor `name` are called: its own name but where a format names codes otherwise."""
+        return self._values_of.get(name, name)
+
+    def role(self, name: str) -> str:
+        """What the tensor is for: "scale" of a weight, "input scale" of activations, "KV scale", or "parameter"."""
+        if self._pairing.is_scale(name):
+            return "scale"
+        if self.module_scaled_at_input(name) is not None:
+            return "input scale"
+        return "KV scale" if self.quantization is not None and name.endswith(KV_SCALE_SUFFIXES) else "parameter"
+
+    def module_scaled_at_input(self, name: str) -> str | None:
+        """The module whose activations the tensor `name` scales, or None where it is no static activation scale."""
+        return self._pairing.module_scaled_at_input(name)
+
     def kv_scales(self) -> dict[str, TensorInfo]:
         """The tensors that scale a quantised KV cache, by name: a multiplier for a layer's keys or values."""
         return {name: info for name, info in self.tensors.items() if name.endswith(KV_SCALE_SUFFIXES)}
@@ -258,15 +275,41 @@ class Checkpoint:
             warnings=tuple(problem.message for problem in self.problems),
         )
 
+    def with_exclusions(self, entries: Sequence[str]) -> Checkpoint:
+        """The same files under another exclusion list, as if their quantisation config had this one.
+
+        Raises ConfigError where the checkpoint has no such config, or its format keeps no list.
+        """
+        if self.found is None or self.quantization is None or self.quantization.exclusions_key == "extra_config":
+            raise ConfigError(f"{self.path}: there is no exclusion list to exchange in its quantisation config.")
+        content = {**self.found.content}
+        inner = content.get("quantization")
+        holder = content if not isinstance(inner, dict) else {**inner}
+        holder[self.quantization.exclusions_key] = list(entries)
+        if isinstance(inner, dict):
+            content["quantization"] = holder
+        # found before any other place that a config may stand in
+        return Checkpoint(self.path, self.files, {**self.config, "quantization_config": content})
+
     def look(self) -> Plan:
         """The plan as published, with the modules that cannot be used in it as "unusable", and why as their rule."""
         return make_plan(self.tensors, self.config, self._pairing, self.quantization, faulty=True)
 
-    def audit(self, deep: bool = False, progress: Callable[[int, int], None] | None = None) -> Audit:
+    def audit(
+        self,
+        deep: bool = False,
+        progress: Callable[[int, int], None] | None = None,
+        source: Checkpoint | str | os.PathLike[str] | None = None,
+    ) -> Audit:
         """What is in the checkpoint, what is wrong with it, and how engines will read it (`mtplab audit`).
 
-        `deep` reads the values too; `progress` is then called with (bytes read, bytes in all).
+        Args:
+            deep: read the values too; `progress` is then called with (bytes read, bytes in all).
+            source: the checkpoint that this one was made from: what was lost on the way is found as well.
+
+        Raises CheckpointError where `source` cannot be opened.
         """
         from mtplab.checkpoint.audit import examine
 
-        return examine(self, deep, progress)
+        origin = source if source is None or isinstance(source, Checkpoint) else open_checkpoint(source, lenient=True)
+        return examine(self, deep, progress, origin)

@@ -12,7 +12,16 @@ from typing import Any, NamedTuple
 from mtplab.checkpoint.strict_json import read_json_object, shown
 from mtplab.errors import CheckpointError
 
-__all__ = ["Found", "find_quantization", "quantization_copies", "read_config", "stored_dtype", "text_config"]
+__all__ = [
+    "SEPARATE_FILE",
+    "Found",
+    "find_quantization",
+    "quantization_copies",
+    "read_config",
+    "stored_dtype",
+    "text_config",
+    "with_quantization",
+]
 
 # in the order in which vLLM looks; `compression_config` is what old compressed-tensors files have
 _PLACES: tuple[tuple[str, ...], ...] = (
@@ -77,6 +86,29 @@ def find_quantization(config: dict[str, Any], folder: Path) -> Found | None:
         content = read_json_object(path, "a ModelOpt quantisation config")
         return Found({"quant_method": "modelopt", **content}, str(path))
     return None
+
+
+def with_quantization(config: dict[str, Any], content: dict[str, Any] | None) -> dict[str, Any]:
+    """A copy of config.json in which `content` is the quantisation config: where one stands already, that one's place
+    is kept, and any further one goes; None takes all out."""
+    made = dict(config)
+    for place in _PLACES:
+        holder = made
+        for key in place[:-1]:
+            if not isinstance(holder.get(key), dict):
+                break
+            holder[key] = dict(holder[key])
+            holder = holder[key]
+        else:
+            if holder.get(place[-1]) is None:
+                continue
+            if content is None:
+                del holder[place[-1]]
+            else:
+                holder[place[-1]], content = content, None
+    if content is not None:
+        made["quantization_config"] = content
+    return made
 
 
 def quantization_copies(config: dict[str, Any], folder: Path) -> list[tuple[str, dict[str, Any]]]:

@@ -52,7 +52,6 @@ def as_html(plan: Plan) -> str:
     more = len(plan.modules) - MAX_ROWS
     notes = [_summary(plan), *([f"{more} modules more are not shown"] if more > 0 else [])]
     notes += [f"warning: {printable(text, 600)}" for text in plan.warnings]
-    return (
-        f'<div class="mtplab-plan" style="max-height:32em;overflow:auto">{table}</div>'
-        + "".join(f"<p>{escape(note)}</p>" for note in notes)
+    return f'<div class="mtplab-plan" style="max-height:32em;overflow:auto">{table}</div>' + "".join(
+        f"<p>{escape(note)}</p>" for note in notes
     )

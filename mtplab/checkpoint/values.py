@@ -27,7 +27,9 @@ __all__ = [
     "plain_bands",
     "read_dequantized",
     "read_rows",
+    "read_scale",
     "read_scaled",
+    "row_scales",
     "read_tensor",
     "unchecked_scale",
 ]
@@ -94,12 +96,31 @@ def read_rows(info: TensorInfo, start: int, stop: int) -> torch.Tensor:
     return read_tensor(part)
 
 
+def read_scale(pair: Pair) -> torch.Tensor:
+    """A weight's multipliers as float32, one value a block: [ceil(n/bm), ceil(k/bn)], experts' with their axis before.
+
+    Raises CheckpointError for one that is not finite and positive.
+    """
+    return _scale(read_tensor(pair.scale), pair)
+
+
+def row_scales(pair: Pair, scale: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+    """Of what `read_scale` gives, the multipliers of rows start to stop: [stop - start, ceil(k/bn)].
+
+    Rows are those of the codes with all axes but the last taken together.
+    """
+    rows, height = torch.arange(start, stop), pair.codes.shape[-2]
+    if len(pair.codes.shape) == 3:
+        return scale[rows // height // pair.block[0], rows % height // pair.block[1]]
+    return scale[rows // pair.block[0]]
+
+
 def read_scaled(pair: Pair) -> ScaledWeight:
     """A weight and its scale, both checked.
 
     Raises CheckpointError for a scale that is not finite and positive, and for codes that are NaN.
     """
-    scale = _scale(read_tensor(pair.scale), pair)
+    scale = read_scale(pair)
     info = pair.codes
     data = read_tensor(info).view(TORCH_DTYPES[pair.dtype])
     if has_nan_codes(data):
@@ -154,7 +175,7 @@ def plain_bands(info: TensorInfo) -> Iterator[tuple[int, int, torch.Tensor]]:
 def _bands(pair: Pair, out: torch.Tensor | None) -> Iterator[tuple[int, int, torch.Tensor]]:
     info = pair.codes
     *lead, k = info.shape
-    total, height = math.prod(lead), info.shape[-2]
+    total = math.prod(lead)
     step = max(1, min(_BAND_BYTES // max(1, k), total))
     band = torch.empty(step * k, dtype=torch.uint8)
     own = torch.empty(step, k) if out is None else None
@@ -169,11 +190,7 @@ def _bands(pair: Pair, out: torch.Tensor | None) -> Iterator[tuple[int, int, tor
             codes = raw.view(TORCH_DTYPES[pair.dtype]).view(-1, k)
             if has_nan_codes(codes):
                 read_scaled(pair)  # raises, having counted all of them
-            rows = torch.arange(start, stop)
-            if len(info.shape) == 3:
-                by_row = scale[rows // height // pair.block[0], rows % height // pair.block[1]]
-            else:
-                by_row = scale[rows // pair.block[0]]
+            by_row = row_scales(pair, scale, start, stop)
             values = out[start:stop] if out is not None else own[: stop - start]  # type: ignore[index]
             dequantize_block(codes, by_row, (1, pair.block[-1]), values, has_nan=False)
             yield start, stop, values

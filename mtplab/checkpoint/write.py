@@ -9,6 +9,7 @@ import contextlib
 import json
 import math
 import os
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 __all__ = ["SafetensorsWriter", "data_bytes", "dtype_name", "sync_folder", "write_safetensors"]
 
 _ALIGNMENT = 8
+_WRITE_AT_MOST = 1 << 30  # Linux writes less than 2 GiB in one call
 
 
 class SafetensorsWriter:
@@ -63,13 +65,25 @@ class SafetensorsWriter:
             raise ConfigError(f"{self._path}: the header would take {len(text)} bytes, at most {MAX_HEADER_BYTES}.")
         self._data_start, self._size = 8 + len(text), 8 + len(text) + offset
         self._head = len(text).to_bytes(8, "little") + text
-        self._missing = set(order)
+        # bytes of each tensor that are still to come
+        self._missing = {name: data_bytes(*self._layout[name]) for name in order}
+        self._lock = threading.Lock()
+
+    @property
+    def size(self) -> int:
+        """Bytes of the whole file."""
+        return self._size
+
+    @property
+    def header(self) -> bytes:
+        """The file's first bytes, up to where the tensors' begin."""
+        return self._head
 
     def __enter__(self) -> Self:
         self._temporary = self._path.with_name(f".{self._path.name}.{os.getpid()}.partial")
         try:
-            self._file = open(self._temporary, "wb")
-            self._file.write(self._head)
+            self._file = open(self._temporary, "wb", buffering=0)
+            self._write_at(0, memoryview(self._head))
             self._file.truncate(self._size)
         except OSError as error:
             raise CheckpointError(f"{self._path}: cannot be written: {error.strerror}.") from None
@@ -83,14 +97,37 @@ class SafetensorsWriter:
             raise ConfigError(f"{self._path}: tensor {shown(name)}: expected {expected}, found {found}.")
         import torch
 
-        if tensor.numel():
-            data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-            self._file.seek(self._data_start + self._start[name])
-            try:
-                self._file.write(data)
-            except OSError as error:
-                raise CheckpointError(f"{self._path}: cannot be written: {error.strerror}.") from None
-        self._missing.discard(name)
+        data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8) if tensor.numel() else None
+        self.put_bytes(name, 0, data)
+
+    def put_bytes(self, name: str, offset: int, data: torch.Tensor | None) -> None:
+        """Write a part of one tensor: uint8 [bytes] from the tensor's byte `offset` on; None where it has no bytes.
+
+        Threads may write parts side by side; each byte is to be written once. Raises CheckpointError where the file
+        cannot be written.
+        """
+        count = 0 if data is None else data.numel()
+        try:
+            if data is not None:
+                self._write_at(self._data_start + self._start[name] + offset, memoryview(data.numpy()))
+        except OSError as error:
+            raise CheckpointError(f"{self._path}: cannot be written: {error.strerror}.") from None
+        with self._lock:
+            assert count <= self._missing.get(name, -1), name  # nothing is written twice
+            self._missing[name] -= count
+            if not self._missing[name]:
+                del self._missing[name]
+
+    def _write_at(self, position: int, data: memoryview) -> None:
+        done = 0
+        while done < len(data):
+            part = data[done : done + _WRITE_AT_MOST]
+            if hasattr(os, "pwrite"):
+                done += os.pwrite(self._file.fileno(), part, position + done)
+                continue
+            with self._lock:
+                self._file.seek(position + done)
+                done += self._file.write(part) or 0
 
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
@@ -100,7 +137,6 @@ class SafetensorsWriter:
                 names = ", ".join(map(shown, sorted(self._missing)[:3]))
                 raise ConfigError(f"{self._path}: {len(self._missing)} tensors were never put: {names}.")
             if kind is None:
-                self._file.flush()
                 os.fsync(self._file.fileno())
                 self._file.close()
                 os.replace(self._temporary, self._path)

@@ -20,6 +20,7 @@ _WHERE = {
     "Panel": "panels",
     "SweepPanel": "sweep_panel",
     "CheckpointPanel": "checkpoint_panel",
+    "AuditPanel": "audit_panel",
     "GemmPanel": "gemm_panel",
     "granularity_errors": "gemm_figures",
     "number_errors": "gemm_figures",

@@ -8,5 +8,6 @@ from __future__ import annotations
 from mtplab.checkpoint.audit.audit import Audit, examine
 from mtplab.checkpoint.audit.finding import SEVERITIES, Finding
 from mtplab.checkpoint.audit.heads import Head
+from mtplab.checkpoint.audit.supposed import rewritten
 
-__all__ = ["SEVERITIES", "Audit", "Finding", "Head", "examine"]
+__all__ = ["SEVERITIES", "Audit", "Finding", "Head", "examine", "rewritten"]

@@ -7,11 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mtplab.checkpoint.audit import checks_draft, checks_files, checks_lists, checks_scales
+from mtplab.checkpoint.audit import checks_draft, checks_files, checks_lists, checks_scales, checks_target
+from mtplab.checkpoint.audit.compare import compare, values_findings
+from mtplab.checkpoint.audit.engines import engine_findings, engines_of
 from mtplab.checkpoint.audit.finding import SEVERITIES, Finding, at_least, ordered
 from mtplab.checkpoint.audit.heads import Head
 from mtplab.checkpoint.audit.sizes import bytes_by_part, part_shown
 from mtplab.checkpoint.audit.subject import Subject
+from mtplab.checkpoint.lenses import Looks
 from mtplab.checkpoint.plan import ModulePlan, Plan
 from mtplab.errors import ConfigError
 
@@ -20,7 +23,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Audit", "examine"]
 
-_CHECKS = (*checks_files.CHECKS, *checks_lists.CHECKS, *checks_scales.CHECKS, *checks_draft.CHECKS)
+_CHECKS = (
+    *checks_files.CHECKS, *checks_target.CHECKS, *checks_lists.CHECKS, *checks_scales.CHECKS, *checks_draft.CHECKS,
+)  # fmt: skip
 
 
 @dataclass(frozen=True, repr=False)
@@ -32,6 +37,7 @@ class Audit:
     plan: Plan
     head: Head | None
     findings: tuple[Finding, ...]  # errors first
+    looks: Looks | None  # what each engine makes of it; None where nothing is quantised, or it cannot be read
     deep: bool  # whether values were read
     files: int
     tensors: int
@@ -62,6 +68,7 @@ class Audit:
             "bytes": self.bytes_by_part,
             "head": self.head.to_dict() if self.head is not None else None,
             "findings": [finding.to_dict() for finding in self.findings],
+            "engines": self.looks.to_dict() if self.looks is not None else None,
         }
         if modules:
             found["modules"] = [
@@ -98,15 +105,50 @@ class Audit:
         return as_html(self)
 
 
-def examine(ckpt: Checkpoint, deep: bool = False, progress: Callable[[int, int], None] | None = None) -> Audit:
+class _Reading:
+    """Counts bytes read for a progress bar; the bar's end is what all of `subjects` hold."""
+
+    def __init__(self, progress: Callable[[int, int], None] | None, subjects: list[Subject]) -> None:
+        self._progress = progress
+        self._total = sum(module.nbytes for subject in subjects for module in subject.modules)
+        self._done = 0
+
+    def __call__(self, nbytes: int) -> None:
+        self._done += nbytes
+        if self._progress is not None:
+            self._progress(self._done, self._total)
+
+
+def examine(
+    ckpt: Checkpoint,
+    deep: bool = False,
+    progress: Callable[[int, int], None] | None = None,
+    source: Checkpoint | None = None,
+) -> Audit:
     """Audit an opened checkpoint; as `Checkpoint.audit`. Without `deep` nothing but headers is read."""
     subject = Subject(ckpt)
+    origin = Subject(source) if source is not None else None
     found = [finding for check in _CHECKS for finding in check(subject)]
+    if origin is not None:
+        found += compare(subject, origin)
     if deep:
         from mtplab.checkpoint.audit.deep import deep_findings
 
-        found += deep_findings(subject, progress)
+        reading = _Reading(progress, [subject] if origin is None else [subject, subject, origin])
+        found += deep_findings(subject, reading)
+        if origin is not None:
+            found += values_findings(subject, origin, reading)
+    looks = engines_of(subject)
+    found += engine_findings(looks)
     method = str(subject.content.get("quant_method", "unnamed")) if ckpt.found is not None else "none"
     return Audit(
-        ckpt.path, method, subject.plan, subject.head, ordered(found), deep, len(ckpt.files.shards), len(ckpt.tensors)
+        path=ckpt.path,
+        method=method,
+        plan=subject.plan,
+        head=subject.head,
+        findings=ordered(found),
+        looks=looks,
+        deep=deep,
+        files=len(ckpt.files.shards),
+        tensors=len(ckpt.tensors),
     )

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from mtplab.checkpoint.audit.finding import Finding, listed
 from mtplab.checkpoint.audit.subject import Subject
 from mtplab.checkpoint.config_json import quantization_copies
+from mtplab.checkpoint.names import draft_prefixes, module_of, part_of
 from mtplab.checkpoint.strict_json import shown
 
 __all__ = ["CHECKS"]
@@ -54,6 +55,10 @@ _TOLD: dict[str, tuple[str, str]] = {
         "Remove the quantisation config, or take the FP8 weights it belongs to.",
     ),
     "unindexed": ("Whatever follows the index never reads them.", "Rebuild the index."),
+    "unindexed-head": (
+        "Whatever follows the index runs without a head, or drafts with one that was never loaded: acceptance 0 %.",
+        "Rebuild the index.",
+    ),
     "unused-layers": ("They take room and are not run.", "If they belong to the model, correct the number."),
     "missing-head": (
         "Engines that are told to speculate fail, or run a head that was never loaded: acceptance 0 %.",
@@ -73,9 +78,18 @@ def _problems(subject: Subject) -> Iterator[Finding]:
     by_kind: dict[tuple[str, str], list[tuple[str, str]]] = {}
     for problem in subject.ckpt.problems:
         by_kind.setdefault((problem.severity, problem.kind), []).append((problem.tensor, problem.message))
+    drafts = draft_prefixes(subject.config)
     for (severity, kind), found in by_kind.items():
+        if kind == "missing-head":  # a run without it is fine, and is all that a run can be
+            severity = "error"
+        if kind == "unindexed":
+            lost = [name for name in subject.ckpt.files.unindexed if part_of(module_of(name), drafts) == "draft"]
+            if lost:
+                severity, kind = "error", "unindexed-head"
+                found = [(name, found[0][1] + f" {len(lost)} of them are the draft head's.") for name in lost[:1]]
+                found += [(name, "") for name in lost[1:]]
         why, fix = _TOLD.get(kind, ("", ""))
-        more = f" ({len(found) - 1} more of this kind)" if len(found) > 1 else ""
+        more = f" ({len(found) - 1} more of this kind)" if len(found) > 1 and found[1][1] else ""
         yield Finding(severity, kind, found[0][1] + more, tuple(name for name, _ in found if name), why, fix)
 
 

@@ -98,8 +98,9 @@ def _unmatched(subject: Subject) -> Iterator[Finding]:
         return
     names = [module.name for module in subject.modules]
     _ = subject.entry_of  # asks every module, which is what marks the entries that match
-    # a tied head has no tensor of its own, and every published list names it; so do globs over what others may have
-    idle = [entry for entry in subject.listed.unmatched(names) if not entry.endswith("lm_head")]
+    # a tied or shared head has no tensor of its own, and every published list names it
+    shared = subject.head.shared if subject.head is not None else ()
+    idle = [e for e in subject.listed.unmatched(names) if not e.endswith("lm_head") and normalised(e) not in shared]
     if not idle:
         return
     close = nearest(idle[0], names, 1)
@@ -140,7 +141,7 @@ def _split_draft(subject: Subject) -> Iterator[Finding]:
     ]
     named = [module.name for module in draft if module.name in subject.entry_of]
     others = [module.name for module in draft if module.name not in subject.entry_of]
-    if named and others and subject.quantization is not None:
+    if named and others and subject.quantization is not None and any(m.weight == "fp8" for m in subject.modules):
         yield Finding(
             "warning", "partial-draft-list",
             f"{subject.list_key} names {len(named)} high-precision modules of the draft head ({listed(named, 2)}) "
@@ -156,7 +157,8 @@ def _fused(subject: Subject) -> Iterator[Finding]:
     by_layer: dict[str, dict[str, str]] = {}
     for module in subject.linears:
         parent, _, last = module.name.rpartition(".")
-        by_layer.setdefault(parent, {})[last] = module.weight
+        if module.weight == "fp8" or module.weight in _PLAIN:  # what cannot be used is told elsewhere
+            by_layer.setdefault(parent, {})[last] = module.weight
     split: dict[tuple[str, ...], list[str]] = {}
     for parent, weights in by_layer.items():
         for members in FUSED:

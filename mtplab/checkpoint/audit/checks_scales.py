@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from mtplab.checkpoint.audit.finding import Finding, listed
 from mtplab.checkpoint.audit.subject import Subject
+from mtplab.checkpoint.names import draft_prefixes, part_of
 
 __all__ = ["CHECKS"]
 
@@ -108,7 +109,8 @@ def _kv(subject: Subject) -> Iterator[Finding]:
     scales = subject.ckpt.kv_scales()
     if not scales:
         return
-    draft = [name for name in scales if name.startswith("mtp.") or ".mtp" in name]
+    drafts = draft_prefixes(subject.config)
+    draft = [name for name in scales if part_of(name, drafts) == "draft"]
     yield Finding(
         "note", "kv-scales",
         f"{len(scales)} scales of a quantised KV cache are in the file: {listed(list(scales))}.", tuple(scales),

@@ -14,6 +14,7 @@ from typing import Any
 
 from mtplab.checkpoint.config_json import text_config
 from mtplab.checkpoint.names import draft_prefixes, normalised, part_of
+from mtplab.checkpoint.pairing import KV_SCALE_SUFFIXES
 
 __all__ = ["Head", "Layout", "find_head"]
 
@@ -26,8 +27,9 @@ class Layout:
     count_key: str  # in config.json: how many layers of a head there are
     layer: str  # prefix of one head layer, as a regular expression whose only group is the number
     fusion: tuple[str, ...]  # modules that join embedding and hidden state, by full name over {i} and {n}
-    inner: str = ""  # prefix of the decoder block within a head layer
+    inner: str = ""  # prefix of the decoder block within a head layer, which no other family has
     shared: tuple[str, ...] = ()  # modules that a file may leave out because the target's are used
+    step_layers: int = 1  # layers on disk to one that config.json counts
     behind: bool = False  # whether head layers are numbered on behind the target's
 
 
@@ -41,7 +43,8 @@ LAYOUTS: tuple[Layout, ...] = (
     ),
     Layout(
         "Nemotron-3", "num_nextn_predict_layers", r"mtp\.layers\.([0-9]{1,4})\.",
-        ("mtp.layers.0.enorm", "mtp.layers.0.hnorm", "mtp.layers.0.eh_proj"),
+        ("mtp.layers.0.enorm", "mtp.layers.0.hnorm", "mtp.layers.0.eh_proj", "mtp.layers.{last}.final_layernorm"),
+        step_layers=2,
     ),
     Layout(
         "DeepSeek-V4", "num_nextn_predict_layers", r"mtp\.([0-9]{1,4})\.",
@@ -59,7 +62,8 @@ LAYOUTS: tuple[Layout, ...] = (
         ),
     ),
     Layout(
-        "Step-3.5", "num_nextn_predict_layers", r"model\.layers\.([0-9]{1,4})\.", _V3, inner="transformer.",
+        "Step-3.5", "num_nextn_predict_layers", r"model\.layers\.([0-9]{1,4})\.",
+        (*_V3, "model.layers.{n}.shared_head.norm"), inner="transformer.",
         shared=("model.layers.{n}.shared_head.output",), behind=True,
     ),
     Layout(
@@ -70,7 +74,7 @@ LAYOUTS: tuple[Layout, ...] = (
 )  # fmt: skip
 
 _EXPERT = re.compile(r"experts\.[0-9]{1,6}\.")
-_TARGET = re.compile(r"model\.layers\.([0-9]{1,4})\.(.+)")
+_TARGET = re.compile(r"(?:model\.)?layers\.([0-9]{1,4})\.(.+)")  # DeepSeek-V4 names its own without a root
 
 
 @dataclass(frozen=True)
@@ -84,10 +88,11 @@ class Head:
     missing: tuple[str, ...]  # modules that its layout or its target's layers have and it does not
     shared: tuple[str, ...]  # modules that may be the target's own and are not in the file
     dtypes: Mapping[str, int]  # linear weights by dtype as planned
+    step_layers: int = 1  # layers on disk to one that config.json counts
 
     @property
     def complete(self) -> bool:
-        return self.layers > 0 and not self.missing and (self.promised is None or self.layers >= self.promised)
+        return self.layers > 0 and not self.missing and self.layers >= (self.promised or 0) * self.step_layers
 
     def to_dict(self) -> dict[str, Any]:
         """The head as JSON can hold it."""
@@ -116,28 +121,41 @@ class Head:
 def find_head(modules: Iterable[Any], config: dict[str, Any]) -> Head | None:
     """The draft head among planned modules, or None where there is none and none is promised."""
     text = text_config(config)
-    plain = {normalised(module.name): module for module in modules}
+    plain = {normalised(m.name): m for m in modules if not m.name.endswith(KV_SCALE_SUFFIXES)}
     promised = _promised(text)
     count = text.get("num_hidden_layers")
     base = count if type(count) is int and 0 < count < 100_000 else None
     best: tuple[int, Layout, dict[int, list[str]]] | None = None
     for layout in LAYOUTS:
-        found = _layers(layout, plain, base)
-        score = sum(name in plain for i in found or [0] for name in _named(layout.fusion, i, base))
-        if (found or score) and (best is None or score > best[0]):
+        behind = text.get(layout.count_key) if layout.behind else None
+        behind = behind if type(behind) is int and behind > 0 else 0
+        found = _layers(layout, plain, base, behind)
+        score = 2 * sum(name in plain for name in _all_named(layout.fusion, found, base))
+        if layout.inner:
+            score = score + 1 if any(name.startswith(layout.inner) for names in found.values() for name in names) else 0
+        # a block without its fusion is a head as well, where nothing else can be named so
+        score += bool(found) * (not layout.behind or behind > 0)
+        score += bool(score) * (layout.count_key in text)
+        if score and (best is None or score > best[0]):
             best = score, layout, found
-    if best is None or not best[0]:
+    if best is None:
         return Head("", 0, promised, (), (), (), {}) if promised else None
     _, layout, found = best
-    numbers = sorted(found)
-    missing = [name for i in numbers or [0] for name in _named(layout.fusion, i, base) if name not in plain]
-    shared = [name for i in numbers or [0] for name in _named(layout.shared, i, base) if name not in plain]
+    missing = [name for name in _all_named(layout.fusion, found, base) if name not in plain]
+    shared = [name for name in _all_named(layout.shared, found, base) if name not in plain]
     missing += _missing_in_blocks(layout, found, plain, base)
     drafts = draft_prefixes(config)
     inside = [name for name in plain if part_of(name, drafts) == "draft"]
     dtypes = Counter(plain[name].weight for name in inside if plain[name].kind == "linear")
     return Head(
-        layout.family, len(numbers), promised, tuple(inside), tuple(missing), tuple(shared), dict(dtypes.most_common())
+        layout.family,
+        len(found),
+        promised,
+        tuple(inside),
+        tuple(missing),
+        tuple(shared),
+        dict(dtypes.most_common()),
+        layout.step_layers,
     )
 
 
@@ -148,12 +166,15 @@ def _promised(text: dict[str, Any]) -> int | None:
     return None
 
 
-def _named(names: Sequence[str], i: int, base: int | None) -> list[str]:
-    return [name.format(i=i, n=(base or 0) + i) for name in names]
+def _all_named(names: Sequence[str], found: Mapping[int, Any], base: int | None) -> list[str]:
+    """The names for every layer that is there, or for the first where none is; each once."""
+    numbers = sorted(found) or [0]
+    filled = (name.format(i=i, n=(base or 0) + i, last=numbers[-1]) for i in numbers for name in names)
+    return list(dict.fromkeys(filled))
 
 
-def _layers(layout: Layout, plain: Mapping[str, Any], base: int | None) -> dict[int, list[str]]:
-    """Head layer → what it holds, by name after its prefix."""
+def _layers(layout: Layout, plain: Mapping[str, Any], base: int | None, behind: int) -> dict[int, list[str]]:
+    """Head layer → what it holds, by name after its prefix; of those behind the target's the first `behind`, if any."""
     found: dict[int, list[str]] = {}
     if layout.behind and base is None:
         return found
@@ -162,7 +183,7 @@ def _layers(layout: Layout, plain: Mapping[str, Any], base: int | None) -> dict[
         at = pattern.match(name)
         if at is not None:
             number = int(at[1]) - (base or 0 if layout.behind else 0)
-            if number >= 0:
+            if number >= 0 and not (behind and number >= behind):
                 found.setdefault(number, []).append(name[at.end() :])
     return found
 
@@ -181,7 +202,8 @@ def _missing_in_blocks(
             experts[int(at[1])] += generic != at[2]
     missing: list[str] = []
     for number, names in found.items():
-        own = {_EXPERT.sub("experts.*.", name.removeprefix(layout.inner)) for name in names}
+        inner = [name.removeprefix(layout.inner) for name in names]
+        own = {_EXPERT.sub("experts.*.", name) for name in inner}
         # a hybrid's head has one kind of attention, and is like the layers that have it
         attention = {name.partition(".")[0] for name in own if "attn" in name.partition(".")[0]} or {"self_attn"}
         alike = {i: names for i, names in targets.items() if attention <= {name.partition(".")[0] for name in names}}
@@ -192,8 +214,24 @@ def _missing_in_blocks(
             continue
         prefix = layout.layer.replace(r"([0-9]{1,4})", str(number + (base or 0 if layout.behind else 0)))
         prefix = prefix.replace("\\", "") + layout.inner
-        missing += [prefix + name for name in sorted(targets[like] - own)]
-        few = experts[like] - sum("experts.*." in _EXPERT.sub("experts.*.", name) for name in names)
-        if few > 0 and not any("experts" in name for name in targets[like] - own):
-            missing += [f"{prefix}mlp.experts: {few} of {experts[like]} experts' weights"]
+        missing += [prefix + name for name in sorted(_believed(targets[like] - own, own - targets[like]))]
+        few = experts[like] - sum(bool(_EXPERT.search(name)) for name in inner)
+        if few > 0 and "experts.*." in " ".join(own & targets[like]):
+            place = next(name.partition("experts.")[0] for name in inner if _EXPERT.search(name))
+            missing.append(f"{prefix}{place}experts: {few} of {experts[like]} experts' weights")
     return missing
+
+
+def _believed(missing: set[str], extra: set[str]) -> set[str]:
+    """What a block lacks of the target's names, less what it has under names of its own.
+
+    Heads name norms their own way (MiMo-V2), and stack experts that the target has one by one, or the other way round.
+    """
+    if any("experts." in name or name.endswith("experts") for name in extra):
+        missing = {name for name in missing if "experts." not in name}
+    if any("norm" in name for name in extra - _FUSION_NORMS):
+        missing = {name for name in missing if "norm" not in name}
+    return missing
+
+
+_FUSION_NORMS = {"enorm", "hnorm", "norm", "shared_head.norm", "final_layernorm", "token_layernorm", "hidden_layernorm"}

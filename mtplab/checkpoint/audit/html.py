@@ -5,14 +5,15 @@ from __future__ import annotations
 from html import escape
 from typing import TYPE_CHECKING
 
-from mtplab.checkpoint.audit.text import MODULE_COLUMNS, module_rows, size_rows, title, verdict
+from mtplab.checkpoint.audit.text import MODULE_COLUMNS, engine_rows, module_rows, size_rows, title, verdict
 from mtplab.checkpoint.text_table import html_table, printable
 
 if TYPE_CHECKING:
     from mtplab.checkpoint.audit.audit import Audit
     from mtplab.checkpoint.audit.finding import Finding
+    from mtplab.checkpoint.lenses import Looks
 
-__all__ = ["as_html", "findings_html"]
+__all__ = ["as_html", "engines_html", "findings_html"]
 
 MAX_ROWS = 400
 # the word is there as well as the colour, and both colours are readable on white and on black
@@ -29,9 +30,21 @@ def as_html(audit: Audit) -> str:
     table = html_table(MODULE_COLUMNS, modules[:MAX_ROWS], ("bytes",), caption="Modules, and the rule that decided")
     return (
         f'<div class="mtplab-audit"><p><strong>{escape(title(audit))}</strong><br>{escape(verdict(audit))}</p>'
-        f"{findings_html(audit.findings)}{sizes}{head}"
+        f"{findings_html(audit.findings)}{engines_html(audit.looks)}{sizes}{head}"
         f"<details><summary>{len(modules)} modules</summary>"
         f'<div style="max-height:32em;overflow:auto">{table}{more}</div></details></div>'
+    )
+
+
+def engines_html(looks: Looks | None) -> str:
+    """The engines side by side, the sentence that compares them, and what each does."""
+    if looks is None:
+        return ""
+    columns, rows = engine_rows(looks)
+    told = "".join(f"<li>{escape(printable(item.summary, 1500))}</li>" for item in looks.looks)
+    return (
+        html_table(columns, rows, caption="How engines read it") + f"<p>{escape(printable(looks.sentence, 3000))}</p>"
+        f"<details><summary>engine by engine</summary><ul>{told}</ul></details>"
     )
 
 

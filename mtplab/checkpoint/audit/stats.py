@@ -1,25 +1,26 @@
-"""What the values of one weight look like: a few numbers from one reading. Knows no names and judges nothing."""
+"""What the values of one weight look like: a few numbers from one reading. Knows no names and judges nothing.
+
+A band of rows at a time, small enough to stay in cache, so that memory does not grow with the weight.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 
 from mtplab.checkpoint.header import TensorInfo
 from mtplab.checkpoint.pairing import Pair
-from mtplab.checkpoint.values import TORCH_DTYPES, ScaledWeight, read_tensor, unchecked_scale
+from mtplab.checkpoint.values import TORCH_DTYPES, plain_bands, read_rows, unchecked_scale
+from mtplab.kernels.fp8_reference import dequantize_block
 
 __all__ = ["Stats", "plain_stats", "scaled_stats"]
 
-_BAND = 1 << 22  # values worked on at a time
-_NAN_BYTES = {
-    "F8_E4M3": (0x7F, 0xFF),
-    "F8_E5M2": (*range(0x7C, 0x80), *range(0xFC, 0x100)),  # infinities with them
-    "F8_E4M3FNUZ": (0x80,),
-    "F8_E5M2FNUZ": (0x80,),
-}
+_BAND = 1 << 19  # values worked on at a time: 2 MiB of float32
+# bytes, sign left out, that are no number; the FNUZ formats have one such byte, 0x80, and none without the sign
+_FIRST_BAD = {"F8_E4M3": 0x7F, "F8_E5M2": 0x7C}  # infinities with them
 
 
 @dataclass(frozen=True)
@@ -34,70 +35,126 @@ class Stats:
     kurtosis: float  # fourth moment over the squared second: 3 for a normal distribution; 0 where all are zero
     row_spread: float  # standard deviation of the rows' norms over their mean
     column_spread: float
+    low: float = 0.0  # smallest value
+    high: float = 0.0  # largest
     bad_scales: int = 0  # scales that are not finite and positive
     scale: float = math.nan  # median scale
+    uneven_scales: int = 0  # scales that are no power of two
     top_code: int = 0  # largest magnitude of a code, as its byte without the sign
     inverse_rms: float = math.nan  # rms of code / scale: what the values would be were the scale its reciprocal
+    blocks: int = 0
+    zero_blocks: int = 0  # blocks of zeros alone
 
 
 def plain_stats(info: TensorInfo) -> Stats:
-    """Of a tensor stored in float, any shape; [n, k] rows and columns are over the last two axes."""
-    values = read_tensor(info)
-    return _moments([values.reshape(-1, values.shape[-1] if values.dim() else 1)])
+    """Of a tensor stored in float, any shape: rows are all axes before the last taken together."""
+    sums = _Sums()
+    for _, _, band in plain_bands(info):
+        sums.add(band)
+    return Stats(*sums.moments())
 
 
 def scaled_stats(pair: Pair) -> Stats:
     """Of an FP8 weight and its scale; scales and codes that make no values are counted and left out."""
-    codes = read_tensor(pair.codes).view(TORCH_DTYPES[pair.dtype])
-    scale = unchecked_scale(pair)
-    usable = scale.isfinite() & (scale > 0)
-    histogram = torch.bincount(codes.view(torch.uint8).flatten().int(), minlength=256)
-    nan = _NAN_BYTES[pair.dtype]
-    bad = int(histogram[list(nan)].sum())
-    ends = histogram[:128] + histogram[128:]
-    ends[sorted({byte & 0x7F for byte in nan if byte != 0x80})] = 0
-    top = int(ends.nonzero().max()) if bool(ends.any()) else 0
-    weight = ScaledWeight(codes, torch.where(usable, scale, torch.ones(())), pair.block)
-    found = _moments([weight.dequantize().reshape(-1, codes.shape[-1])])
-    square = codes.float().nan_to_num_(0.0, 0.0, 0.0).square_().mean().sqrt() if codes.numel() else torch.zeros(())
-    median = float(scale[usable].median()) if bool(usable.any()) else math.nan
+    stored = unchecked_scale(pair)  # one value a block: [gn, gk] or [e, gn, gk]
+    usable = stored.isfinite() & (stored > 0)
+    scale = torch.where(usable, stored, torch.zeros(())).reshape(-1, stored.shape[-1])  # their blocks count as zeros
+    *_, height, k = pair.codes.shape
+    experts, bm, bk = (1, *pair.block)[-3:]
+    sums, squares = _Sums(), torch.zeros(scale.shape, dtype=torch.float64)  # squares: of the values, by block
+    bad = top = 0
+    for start, codes in _code_bands(pair.codes):
+        magnitudes = codes & 0x7F
+        peak = int(magnitudes.max())
+        codes, lost = _without_bad(codes, pair.dtype, peak)
+        bad += lost
+        top = max(top, int((codes & 0x7F).max()) if lost else peak)
+        rows = torch.arange(start, start + len(codes))
+        grid_row = rows // height // experts * -(-height // bm) + rows % height // bm
+        values = dequantize_block(codes.view(TORCH_DTYPES[pair.dtype]), scale[grid_row], (1, bk), has_nan=False)
+        squares.index_add_(0, grid_row, sums.add(values, bk).double())
+    dark = (squares == 0) & (scale > 0)
+    codes_square = float((squares / scale.double() ** 2).nan_to_num(0.0).sum()) / max(1, sums.count)
+    median = float(stored[usable].median()) if bool(usable.any()) else math.nan
+    # a power of two has nothing but its leading bit: half, as frexp gives it
+    uneven = int((torch.frexp(stored[usable])[0] != 0.5).sum())
+    count, _, *moments = sums.moments()
     return Stats(
-        found.count, bad, found.mean, found.rms, found.amax, found.kurtosis, found.row_spread, found.column_spread,
-        int((~usable).sum()), median, top, float(square) / median if median else math.nan,
+        count, bad, *moments, int((~usable).sum()), median, uneven, top,
+        math.sqrt(codes_square) / median if median else math.nan,
+        dark.numel() if sums.count else 0, int(dark.sum()) if sums.count else 0,
     )  # fmt: skip
 
 
-def _moments(parts: list[torch.Tensor]) -> Stats:
-    count = bad = 0
-    total = second = fourth = 0.0
-    amax = 0.0
-    rows: list[torch.Tensor] = []
-    columns: torch.Tensor | None = None
-    for matrix in parts:
-        step = max(1, _BAND // max(1, matrix.shape[1]))
-        for start in range(0, matrix.shape[0], step):
-            band = matrix[start : start + step].float()
+def _code_bands(info: TensorInfo) -> Iterator[tuple[int, torch.Tensor]]:
+    """(first row, uint8 [rows, k]) one band after the other; rows are all axes before the last taken together."""
+    *lead, k = info.shape
+    total = math.prod(lead) if k else 0
+    flat, step = info._replace(shape=(total, k)), max(1, _BAND // max(1, k))
+    for start in range(0, total, step):
+        yield start, read_rows(flat, start, min(total, start + step)).view(torch.uint8)
+
+
+def _without_bad(codes: torch.Tensor, dtype: str, peak: int) -> tuple[torch.Tensor, int]:
+    """The codes with those that are no number set to zero, and how many they were; `peak` is the largest magnitude."""
+    first = _FIRST_BAD.get(dtype)
+    if first is not None and peak < first:
+        return codes, 0
+    bad = (codes & 0x7F) >= first if first is not None else codes == 0x80
+    lost = int(bad.sum())
+    return (codes.masked_fill(bad, 0), lost) if lost else (codes, 0)
+
+
+class _Sums:
+    """Sums over a matrix's bands."""
+
+    def __init__(self) -> None:
+        self.count = self.bad = 0
+        self._total = self._fourth = 0.0
+        self._low, self._high = math.inf, -math.inf
+        self._rows: list[torch.Tensor] = []
+        self._columns: torch.Tensor | None = None
+
+    def add(self, band: torch.Tensor, group: int = 0) -> torch.Tensor:
+        """Take a band, float32 [rows, k], in; gives the sums of squares of every `group` columns [rows, ceil(k/group)].
+
+        `group` 0: of all of them.
+        """
+        if not band.numel():
+            return torch.zeros(band.shape[0], 1)
+        low, high = map(float, band.aminmax())
+        if not math.isfinite(low + high):  # a NaN makes both NaN
             finite = band.isfinite()
-            if not bool(finite.all()):
-                bad += int((~finite).sum())
-                band = torch.where(finite, band, torch.zeros(()))
-            square = band.square()
-            count += band.numel()
-            total += float(band.sum(dtype=torch.float64))
-            by_row = square.sum(1, dtype=torch.float64)
-            second += float(by_row.sum())
-            fourth += float(square.square().sum(dtype=torch.float64))
-            amax = max(amax, float(band.abs().max())) if band.numel() else amax
-            rows.append(by_row)
-            part = square.sum(0, dtype=torch.float64)
-            columns = part if columns is None else columns + part
-    if not count:
-        return Stats(0, 0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
-    mean_square = second / count
-    kurtosis = fourth / count / mean_square**2 if mean_square > 1e-30 else 0.0
-    return Stats(
-        count, bad, total / count, math.sqrt(mean_square), amax, kurtosis, _spread(torch.cat(rows)), _spread(columns)
-    )
+            self.bad += int((~finite).sum())
+            band = torch.where(finite, band, torch.zeros(()))
+            low, high = map(float, band.aminmax())
+        square = band * band
+        k = band.shape[1]
+        group = min(group or k, k)
+        whole = k - k % group
+        grouped = square[:, :whole].reshape(len(band), -1, group).sum(-1)
+        if whole < k:
+            grouped = torch.cat([grouped, square[:, whole:].sum(1, keepdim=True)], 1)
+        self.count += band.numel()
+        self._total += float(band.sum())
+        self._fourth += float(torch.dot(square.view(-1), square.view(-1)))
+        self._low, self._high = min(self._low, low), max(self._high, high)
+        self._rows.append(grouped.sum(1).double())
+        columns = square.sum(0).double()
+        self._columns = columns if self._columns is None else self._columns + columns
+        return grouped
+
+    def moments(self) -> tuple[int, int, float, float, float, float, float, float, float, float]:
+        """The first ten fields of `Stats`."""
+        if not self.count:
+            return (0, 0, *[0.0] * 8)  # type: ignore[return-value]
+        rows = torch.cat(self._rows)
+        square = float(rows.sum()) / self.count
+        kurtosis = self._fourth / self.count / square**2 if 1e-15 < square < math.inf else 0.0
+        return (
+            self.count, self.bad, self._total / self.count, math.sqrt(square), max(-self._low, self._high), kurtosis,
+            _spread(rows), _spread(self._columns), self._low, self._high,
+        )  # fmt: skip
 
 
 def _spread(squares: torch.Tensor | None) -> float:

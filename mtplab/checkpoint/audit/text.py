@@ -12,8 +12,9 @@ from mtplab.checkpoint.text_table import aligned, as_bytes, printable
 if TYPE_CHECKING:
     from mtplab.checkpoint.audit.audit import Audit
     from mtplab.checkpoint.audit.finding import Finding
+    from mtplab.checkpoint.lenses import Looks
 
-__all__ = ["as_text", "module_rows", "size_rows", "title", "verdict"]
+__all__ = ["as_text", "engine_rows", "module_rows", "size_rows", "title", "verdict"]
 
 MODULE_COLUMNS = ("module", "part", "shape", "stored", "scale", "bytes", "rule")
 _MAX_NAMES = 6
@@ -23,7 +24,7 @@ def title(audit: Audit) -> str:
     """One line: what kind of checkpoint it is and how large."""
     total = sum(sum(row.values()) for row in audit.bytes_by_part.values())
     files = f"{audit.files} file{'s' if audit.files != 1 else ''}"
-    what = "not quantised" if audit.method == "none" else f"quant_method {audit.method}"
+    what = "not quantised" if audit.method == "none" else f"quant_method {printable(audit.method)}"
     return f"{printable(audit.path, 400)}: {what}, {audit.tensors:,} tensors in {files}, {as_bytes(total)}"
 
 
@@ -66,12 +67,27 @@ def module_rows(audit: Audit) -> list[tuple[str, ...]]:
     return found
 
 
+def engine_rows(looks: Looks) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    """(columns, rows): a row for each engine, with how many linear modules it builds how, and otherwise than stored."""
+    rows = []
+    for item in looks.looks:
+        counts = item.counts()
+        other = sum(count for built, count in counts.items() if built not in ("fp8", "plain"))
+        differ = sum(len(found.modules) for found in item.disagreements)
+        numbers = (counts.get("fp8", 0), counts.get("plain", 0), other, differ)
+        rows.append((item.engine, item.version, item.worst, *map(str, numbers)))
+    return ("engine", "version", "outcome", "built FP8", "built plain", "other", "otherwise than stored"), rows
+
+
 def as_text(audit: Audit, modules: bool = False, width: int | None = None) -> str:
     """The audit as lines of at most `width` characters (tables may be wider); `modules`: with a line for each."""
     width = width or min(110, shutil.get_terminal_size((100, 24)).columns)
     columns, rows = size_rows(audit)
     lines = [title(audit), "", *aligned(columns, rows, columns[1:])]
     lines += ["", *_wrapped(f"MTP head: {audit.head if audit.head is not None else 'none'}", width)]
+    if audit.looks is not None:
+        columns, rows = engine_rows(audit.looks)
+        lines += ["", "How engines read it", *aligned(columns, rows), "", *_wrapped(audit.looks.sentence, width)]
     lines += ["", verdict(audit)]
     for finding in audit.findings:
         lines += ["", *_finding(finding, width)]

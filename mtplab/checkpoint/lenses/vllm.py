@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from mtplab.checkpoint.lenses.base import LOAD_ERROR, SILENT, UNKNOWN, Consequence, Engine, Family, Fixed, Method
+from mtplab.checkpoint.lenses.matching import BLOCK
 from mtplab.checkpoint.strict_json import shown
-from mtplab.lenses.base import LOAD_ERROR, SILENT, UNKNOWN, Consequence, Engine, Family, Fixed, Method
-from mtplab.lenses.matching import BLOCK
 
 __all__ = ["VLLM"]
 

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from mtplab.checkpoint.lenses.base import LOAD_ERROR, LOSSY, UNKNOWN, Consequence, Engine, Family, Fixed, Method
 from mtplab.checkpoint.strict_json import shown
-from mtplab.lenses.base import LOAD_ERROR, LOSSY, UNKNOWN, Consequence, Engine, Family, Fixed, Method
 
 __all__ = ["LMDEPLOY"]
 

@@ -9,8 +9,8 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from mtplab.lenses.base import View
-from mtplab.lenses.matching import Unit
+from mtplab.checkpoint.lenses.base import View
+from mtplab.checkpoint.lenses.matching import Unit
 
 __all__ = ["Asked", "Shaped", "shaped", "units_of"]
 

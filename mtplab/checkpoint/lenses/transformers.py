@@ -6,7 +6,7 @@ which is not what is looked at here.
 
 from __future__ import annotations
 
-from mtplab.lenses.base import SILENT, UNKNOWN, Consequence, Engine, Family, Fixed, Method
+from mtplab.checkpoint.lenses.base import SILENT, UNKNOWN, Consequence, Engine, Family, Fixed, Method
 
 __all__ = ["TRANSFORMERS"]
 

@@ -9,14 +9,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from mtplab.lenses.base import LOAD_ERROR, LOSSY, SILENT, UNKNOWN, Engine, View
-from mtplab.lenses.judge import Look, judge
-from mtplab.lenses.lmdeploy import LMDEPLOY
-from mtplab.lenses.names import shaped
-from mtplab.lenses.sglang import SGLANG
-from mtplab.lenses.tensorrt_llm import TENSORRT_LLM
-from mtplab.lenses.transformers import TRANSFORMERS
-from mtplab.lenses.vllm import VLLM
+from mtplab.checkpoint.lenses.base import LOAD_ERROR, LOSSY, SILENT, UNKNOWN, Engine, View
+from mtplab.checkpoint.lenses.judge import Look, judge
+from mtplab.checkpoint.lenses.lmdeploy import LMDEPLOY
+from mtplab.checkpoint.lenses.names import shaped
+from mtplab.checkpoint.lenses.sglang import SGLANG
+from mtplab.checkpoint.lenses.tensorrt_llm import TENSORRT_LLM
+from mtplab.checkpoint.lenses.transformers import TRANSFORMERS
+from mtplab.checkpoint.lenses.vllm import VLLM
 
 __all__ = ["Looks", "lenses", "look"]
 

@@ -11,8 +11,7 @@ import fnmatch
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
-from mtplab.checkpoint.strict_json import shown
-from mtplab.lenses.patterns import (
+from mtplab.checkpoint.lenses.patterns import (
     Patterns,
     anywhere,
     full_or_subtree,
@@ -22,6 +21,7 @@ from mtplab.lenses.patterns import (
     simple_glob,
     to_boundary,
 )
+from mtplab.checkpoint.strict_json import shown
 
 __all__ = ["BLOCK", "RULES", "Answer", "Rule", "Targets", "Unit"]
 
@@ -332,9 +332,6 @@ class _GlobOrAbove(Rule):
     """TensorRT-LLM: a glob or `re:` over the whole name, of the module or of any above it; one member is enough."""
 
     def _prepare(self, where: str) -> None:
-        for entry in self.entries:
-            if entry.endswith(".*"):  # the subtree's root itself
-                self._names.add(entry[:-2])
         special = [e for e in self.entries if e.startswith("re:") or is_glob(e)]
         self.patterns = Patterns(special, where, full_or_subtree)
 
@@ -346,7 +343,8 @@ class _GlobOrAbove(Rule):
         return self.patterns.find(*names) if self.patterns is not None else None
 
     def answer(self, unit: Unit) -> Answer:
-        members = () if unit.experts else unit.members
+        # only these two are asked for by their members' names as well
+        members = unit.members if _last(unit.name) in ("qkv_proj", "gate_up_proj") else ()
         found = next((entry for name in (unit.name, *members) if (entry := self.find(name)) is not None), None)
         return _NO if found is None else Answer(True, found)
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from mtplab.lenses.base import View
+from mtplab.checkpoint.lenses.base import View
 
 __all__ = ["recommended_exclusions"]
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from mtplab.checkpoint.lenses.base import UNKNOWN, Consequence, Engine, Family, Fixed, Method
 from mtplab.checkpoint.strict_json import shown
-from mtplab.lenses.base import UNKNOWN, Consequence, Engine, Family, Fixed, Method
 
 __all__ = ["TENSORRT_LLM"]
 
@@ -66,10 +66,9 @@ def _qwen(entries: list[str], method: str) -> list[str]:
             if method != "fp8" and _DRAFT_ENTRY.match(entry):
                 made.append(entry)
             continue
-        if method == "fp8":
-            entry = re.sub(r"\.in_proj_[ab]$", ".in_proj_ba", entry)
-        else:
-            entry = re.sub(r"\.in_proj_[ab](\b|\*)", ".in_proj_ba*", entry)
+        end, star = ("$", "") if method == "fp8" else (r"(\b|\*)", "*")
+        entry = re.sub(rf"\.in_proj_[ab]{end}", f".in_proj_ba{star}", entry)
+        entry = re.sub(rf"\.in_proj_(q|k|v|z|qkv){end}", f".in_proj_qkvz{star}", entry)
         made.append(entry)
     return made
 

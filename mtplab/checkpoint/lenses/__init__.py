@@ -3,10 +3,10 @@
 Reads names and configs only, never values; loads no engine and no torch.
 """
 
-from mtplab.lenses.base import Disagreement, Engine, Verdict, View
-from mtplab.lenses.judge import Look
-from mtplab.lenses.looks import Looks, lenses, look
-from mtplab.lenses.recommend import recommended_exclusions
+from mtplab.checkpoint.lenses.base import Disagreement, Engine, Verdict, View
+from mtplab.checkpoint.lenses.judge import Look
+from mtplab.checkpoint.lenses.looks import Looks, lenses, look
+from mtplab.checkpoint.lenses.recommend import recommended_exclusions
 
 __all__ = [
     "Disagreement",

@@ -11,9 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mtplab.checkpoint.names import normalised
-from mtplab.checkpoint.strict_json import shown
-from mtplab.lenses.base import (
+from mtplab.checkpoint.lenses.base import (
     LOAD_ERROR,
     LOSSY,
     SILENT,
@@ -28,8 +26,10 @@ from mtplab.lenses.base import (
     View,
     family_of,
 )
-from mtplab.lenses.matching import RULES, Rule, Targets, Unit
-from mtplab.lenses.names import Asked, Shaped, units_of
+from mtplab.checkpoint.lenses.matching import RULES, Rule, Targets, Unit
+from mtplab.checkpoint.lenses.names import Asked, Shaped, units_of
+from mtplab.checkpoint.names import normalised
+from mtplab.checkpoint.strict_json import shown
 
 __all__ = ["Look", "exclusion_list", "judge"]
 

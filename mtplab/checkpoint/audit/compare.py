@@ -1,0 +1,156 @@
+"""A checkpoint against the one it was made from: what the conversion lost, reshaped or counts otherwise.
+
+Module by module, by names under the text model's root, so that quantising (which adds scales and changes dtypes) and
+taking off a multimodal wrapper are no differences. Reads headers only; `values_findings` alone reads values.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from mtplab.checkpoint.audit.finding import Finding, listed
+from mtplab.checkpoint.audit.subject import Subject
+from mtplab.checkpoint.names import draft_prefixes, module_of, normalised, part_of
+from mtplab.checkpoint.pairing import KV_SCALE_SUFFIXES
+from mtplab.checkpoint.strict_json import shown
+from mtplab.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from mtplab.checkpoint.plan import ModulePlan
+
+__all__ = ["compare", "values_findings"]
+
+# what changes the model where it changes; dtype, cache and generation settings may
+_COUNTED = (
+    "mtp_num_hidden_layers", "num_nextn_predict_layers", "num_mtp_modules", "num_hidden_layers", "hidden_size",
+    "intermediate_size", "moe_intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim",
+    "num_experts", "n_routed_experts", "num_experts_per_tok", "vocab_size", "tie_word_embeddings", "rms_norm_eps",
+    "rope_theta", "rope_parameters", "rope_scaling", "layer_types", "model_type",
+)  # fmt: skip
+_NOT_RUN = ("model.visual.", "visual.", "vision_tower.", "multi_modal_projector.", "model.vision_tower.")
+_BESIDE = (*KV_SCALE_SUFFIXES, ".input_scale", ".activation_scale", "_scale_inv", ".weight_scale")
+# rms of the difference over rms: E4M3 blocks of the bundled model 0.0262 to 0.0267, a BF16 cast at most 2^-9
+_FP8_ERROR, _CAST_ERROR = 0.1, 0.01
+
+
+def compare(subject: Subject, source: Subject) -> list[Finding]:
+    """What `source` has and `subject` has not, or has otherwise."""
+    return [*_tensors(subject, source), *_config(subject, source)]
+
+
+def _by_name(subject: Subject) -> dict[str, ModulePlan]:
+    return {normalised(m.name): m for m in subject.modules if not m.name.endswith(_BESIDE)}
+
+
+def _tensors(subject: Subject, source: Subject) -> Iterator[Finding]:
+    here, there = _by_name(subject), _by_name(source)
+    indexed_away = {normalised(module_of(name)) for name in subject.ckpt.files.unindexed}
+    drafts = draft_prefixes(source.config)
+    stacks = {name.partition(".experts")[0] for name in here if ".experts" in name}
+    lost: dict[str, list[str]] = {"draft": [], "vision": [], "target": []}
+    for name, module in there.items():
+        if name in here or name in indexed_away:
+            continue
+        # experts are stored one by one or stacked, and writers change one into the other
+        if ".experts" in name and name.partition(".experts")[0] in stacks and not _same_style(name, here):
+            continue
+        if module.part == "head" and subject.text.get("tie_word_embeddings") is True:
+            continue
+        part = "draft" if part_of(name, drafts) == "draft" else "vision" if name.startswith(_NOT_RUN) else "target"
+        lost[part].append(module.name)
+    told = {
+        "draft": ("error", "The draft head is not there, or not whole: acceptance 0 %, or no speculation."),
+        "target": ("error", "Loaders leave these modules as they are initialised, or refuse the checkpoint."),
+        "vision": ("note", "The text model runs without them."),
+    }
+    for part, names in lost.items():
+        if names:
+            severity, why = told[part]
+            what = {"draft": "of the draft head", "vision": "of the vision tower", "target": "of the target"}[part]
+            yield Finding(
+                severity, f"lost-{part}",
+                f"{len(names)} modules {what} are in {source.ckpt.path} and not here: {listed(names)}.", tuple(names),
+                why, "Convert again with a tool that keeps them, or copy them over." if part != "vision" else "",
+            )  # fmt: skip
+    reshaped = [name for name in here if name in there and here[name].shape != there[name].shape]
+    if reshaped:
+        first = reshaped[0]
+        yield Finding(
+            "error", "changed-shape",
+            f"{len(reshaped)} modules have another shape than in {source.ckpt.path}: {listed(reshaped)} "
+            f"({list(here[first].shape)}, there {list(there[first].shape)}).", tuple(here[n].name for n in reshaped),
+            "They are cut, padded, transposed or packed: what reads the one does not read the other.",
+            "Convert again.",
+        )  # fmt: skip
+    added = [here[name].name for name in here if name not in there and ".experts" not in name]
+    if added:
+        yield Finding(
+            "note", "added",
+            f"{len(added)} modules are here and not in {source.ckpt.path}: {listed(added)}.", tuple(added),
+            "Renamed modules are found both here and among the lost ones.",
+        )  # fmt: skip
+
+
+def _same_style(name: str, here: dict[str, Any]) -> bool:
+    """Whether this expert's neighbours are stored as it is: then it is missing."""
+    one_by_one = re.compile(r"\.experts\.[0-9]+\.")
+    place = name.partition(".experts")[0]
+    mine = bool(one_by_one.search(name))
+    return any(bool(one_by_one.search(other)) == mine for other in here if other.startswith(f"{place}.experts"))
+
+
+def _config(subject: Subject, source: Subject) -> Iterator[Finding]:
+    differing = []
+    for key in _COUNTED:
+        said, also = (each.text.get(key, each.config.get(key)) for each in (source, subject))
+        wrapped = key == "model_type" and source.text is not source.config and subject.text is subject.config
+        if said is not None and said != also and not wrapped:
+            differing.append(f"{key} is {shown(also) if also is not None else 'not there'}, there {shown(said)}")
+    if differing:
+        yield Finding(
+            "warning", "changed-config",
+            f"config.json says otherwise than that of {source.ckpt.path}: " + "; ".join(differing[:6])
+            + (f" and {len(differing) - 6} more" if len(differing) > 6 else "") + ".", (),
+            "The same weights make another model, or another number of layers of a head is read.",
+            "Take these keys from the original config.json.",
+        )  # fmt: skip
+
+
+def values_findings(
+    subject: Subject, source: Subject, progress: Callable[[int], None] | None = None
+) -> Iterator[Finding]:
+    """Weights whose values are further from the original's than rounding explains. `progress` gets bytes read."""
+    here, there = _by_name(subject), _by_name(source)
+    odd: dict[str, float] = {}
+    for name, module in here.items():
+        original = there.get(name)
+        if original is not None and original.shape == module.shape and module.shape:
+            error = _distance(subject, source, module, original)
+            if error is not None and error > (_FP8_ERROR if "fp8" in (module.weight, original.weight) else _CAST_ERROR):
+                odd[module.name] = error
+        if progress is not None:
+            progress(module.nbytes + (original.nbytes if original is not None else 0))
+    if odd:
+        worst = max(odd, key=lambda name: odd[name])
+        yield Finding(
+            "error", "values-differ",
+            f"{len(odd)} weights differ from {source.ckpt.path} by more than rounding: {listed(list(odd))}; most "
+            f"{shown(worst)}, by {odd[worst]:.2g} of its size.", tuple(odd),
+            "A scale applied twice or not at all, a shifted norm, a tensor under another's name.", "Convert again.",
+        )  # fmt: skip
+
+
+def _distance(subject: Subject, source: Subject, module: ModulePlan, original: ModulePlan) -> float | None:
+    """rms of the difference over the original's rms; None where values cannot be read (which is said elsewhere)."""
+    apart = size = 0.0
+    try:
+        for (_, _, band), (_, _, before) in zip(
+            subject.ckpt.bands(module.name), source.ckpt.bands(original.name), strict=True
+        ):
+            apart += float((band - before).square().sum())
+            size += float(before.square().sum())
+    except CheckpointError:
+        return None
+    return (apart / size) ** 0.5 if size else (float("inf") if apart else 0.0)

@@ -1,0 +1,121 @@
+"""The audit panel: a checkpoint under another exclusion list, and how its bytes, findings and engines' readings move.
+
+Thin over `Checkpoint.plan`, `Checkpoint.with_exclusions` and the audit; reads headers only and knows no rule.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+import ipywidgets as widgets
+
+from mtplab.checkpoint.audit import Audit, rewritten
+from mtplab.checkpoint.audit.engines import views_of
+from mtplab.checkpoint.audit.html import engines_html, findings_html
+from mtplab.checkpoint.lenses import recommended_exclusions
+from mtplab.errors import MtplabError
+from mtplab.report.maps import checkpoint_map
+from mtplab.report.panels import Panel, Progress
+from mtplab.report.sweep_panel import module_globs
+from mtplab.report.tables import html_table
+from mtplab.report.text import escape, human_bytes, plain
+
+__all__ = ["AuditPanel"]
+
+AS_IS, NOTHING, OWN = "as in the file", "an empty list", "picked below"
+RECOMMENDED = "the one under which engines agree"
+EDIT, WRITE = "only the list is edited", "the checkpoint is written again"
+
+_LABEL = {"description_width": "130px"}
+_WIDE = {"width": "min(480px, 98%)"}
+
+
+class AuditPanel(Panel):
+    """What engines make of a checkpoint under another exclusion list; shown at once, and anew after every choice.
+
+    With "only the list is edited" the tensors stay as they are: what a wrong list does can be seen. With "written
+    again" the modules change with it, as `mtplab quantize` would write them: what it costs in bytes can be seen.
+
+    Args:
+        checkpoint: a path, or a checkpoint that `mtplab.open_checkpoint` gave.
+    """
+
+    title = "Audit"
+    run_label = "Show"
+
+    def __init__(self, checkpoint: Any):
+        if not callable(getattr(checkpoint, "audit", None)):
+            from mtplab.checkpoint import open_checkpoint
+
+            checkpoint = open_checkpoint(checkpoint)
+        self.checkpoint = checkpoint
+        self._globs = module_globs(checkpoint.plan())
+        self.findings = widgets.HTML()
+        super().__init__()
+        for widget in self._widgets.values():
+            widget.observe(lambda _: self._follow(), names="value")
+        self._follow()
+
+    def inputs(self) -> dict[str, widgets.Widget]:
+        listed = self.checkpoint.quantization is not None
+        return {
+            "what": widgets.ToggleButtons(
+                options=(EDIT, WRITE) if listed else (WRITE,), description="Suppose", style=_LABEL
+            ),
+            "exclude": widgets.Dropdown(
+                options=(AS_IS, NOTHING, RECOMMENDED, OWN),
+                description="Exclusion list",
+                style=_LABEL,
+                layout=widgets.Layout(**_WIDE),
+            ),
+            "modules": widgets.SelectMultiple(
+                options=[(plain(glob), glob) for glob in self._globs],
+                description="Modules",
+                rows=8,
+                style=_LABEL,
+                layout=widgets.Layout(**_WIDE),
+            ),
+        }
+
+    def layout(self) -> widgets.Widget:
+        head = widgets.HTML(f"<b>{escape(self.title)}</b>")
+        return widgets.VBox([head, *self._widgets.values(), self.actions(), self.table, self.findings, self.figure])
+
+    def work(self, config: Mapping[str, Any], progress: Progress, cancel: threading.Event) -> Audit:
+        choice, ckpt = config["exclude"], self.checkpoint
+        if config["what"] == WRITE:
+            exclude = {AS_IS: None, RECOMMENDED: None, NOTHING: "none", OWN: list(config["modules"]) or "none"}[choice]
+            return rewritten(ckpt, exclude)
+        if choice == AS_IS:
+            return ckpt.audit()
+        entries: list[str] = []
+        if choice == RECOMMENDED:
+            entries = recommended_exclusions(views_of(ckpt.look().modules), ckpt.quantization.method)
+        elif choice == OWN:
+            entries = self._names(config["modules"])
+        return ckpt.with_exclusions(entries).audit()
+
+    def draw(self, result: Audit) -> None:
+        rows = [
+            (part, *(human_bytes(count) for count in (sum(row.values()), row.get("F8_E4M3", 0))))
+            for part, row in result.bytes_by_part.items()
+        ]
+        total = sum(sum(row.values()) for row in result.bytes_by_part.values())
+        caption = f"{human_bytes(total)} in all"
+        self.table.value = html_table(("part", "bytes", "of which FP8"), rows, caption=caption)
+        self.findings.value = engines_html(result.looks) + findings_html(result.findings)
+        self.show_picture(checkpoint_map(result.plan))
+
+    def _names(self, globs: tuple[str, ...]) -> list[str]:
+        import fnmatch
+
+        names = [module.name for module in self.checkpoint.look().modules]
+        return [name for name in names if any(fnmatch.fnmatchcase(name, glob) for glob in globs)]
+
+    def _follow(self) -> None:
+        # a failure is already written into the panel; raising here would only reach the kernel's log
+        with contextlib.suppress(MtplabError):
+            self.run(block=True)

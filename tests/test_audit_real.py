@@ -1,0 +1,173 @@
+"""Audits of the bundled model and of checkpoints that third-party writers made: what is true of each, and no more."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from mtplab.checkpoint import open_checkpoint
+from mtplab.checkpoint.audit import Audit
+from mtplab.checkpoint.planted import plant
+from tests.audit_checkpoints import make
+from tests.checkpoint_builders import CHECKPOINTS, tensor_file
+
+DATA = CHECKPOINTS.parents[1] / "data"
+
+# Kinds by severity's first letter, those that only values show behind a bar. The writers' models are random: their
+# norms lie about 1 whatever the family, and one fusion is as it was drawn. Each was looked at and is true of its file:
+# matrices of 96 to 160 rows do not split into whole blocks of 128 or 32 over ranks; per-tensor scales of q, k and v
+# differ; transformers leaves what is no multiple of 128 in BF16 with uninitialised scales beside it, and drops
+# mtp_num_hidden_layers from the config.
+REAL: dict[str, str] = {
+    "ar-fp8-block-fp8-ragged": "n:tensor-parallel",
+    "ar-fp8-static-autoround": "",
+    "ct-fp8-block-ragged": "n:tensor-parallel",
+    "ct-fp8-channel-dynamic": "",
+    "ct-fp8-mixed-groups": "| n:fused-scales",
+    "ct-nvfp4-reject": "e:not-read",
+    "derived-hf_quant_config-only": "n:engine-unread n:kv-scales | n:fused-scales",
+    "derived-int8-viewed-fp8": "w:bytes-as-integers",
+    "ds-ue8m0-e8m0dtype": "n:e8m0-scales n:tensor-parallel",
+    "ds-v3-ragged-mtp": "n:engine-lossy n:tensor-parallel | w:random-head",
+    "hand-fbgemm_fp8": "",
+    "hand-fnuz": "w:fnuz",
+    "hf-qwen3_5-dense-mtpfc-fp8": "w:unused-layers n:tensor-parallel n:draft-numbering | e:norm-convention",
+    "llmc-fp8-static-kv": "n:kv-scales | n:fused-scales",
+    "mo-fp8-pb-wo-ragged": "n:engine-unread n:tensor-parallel",
+    "mo-fp8-tensor-kv": "n:engine-unread n:kv-scales | n:fused-scales",
+    "quark-fp8-custom-fp8": "| n:fused-scales",
+    "quark-fp8-tensor-kv": "n:kv-scales | n:fused-scales",
+    "tf-fp8-llama160-pertensor-static": "| n:fused-scales",
+    "tf-fp8-llama160-ragged": "w:junk-scale w:nothing-quantised",
+    "tf-fp8-llama64-b32-sharded": "n:tensor-parallel",
+    "tf-fp8-qwen3_5-b128": "w:junk-scale w:untileable w:fused-split w:engine-silent n:engine-lossy n:tensor-parallel "
+                           "| e:norm-convention",
+    "torchao-fp8-wo": "",
+}  # fmt: skip
+
+
+def kinds(audit: Audit) -> set[str]:
+    return {f"{finding.severity[0]}:{finding.kind}" for finding in audit.findings}
+
+
+@pytest.mark.parametrize("name", sorted(path.name for path in CHECKPOINTS.iterdir()))
+def test_a_real_checkpoint(name: str) -> None:
+    headers, _, values = REAL[name].partition("|")
+    ckpt = open_checkpoint(CHECKPOINTS / name / "ckpt", lenient=True)
+    shallow = ckpt.audit()
+    assert kinds(shallow) == set(headers.split())
+    assert kinds(ckpt.audit(deep=True)) == set(headers.split()) | set(values.split())
+    assert str(shallow) and shallow._repr_html_()
+
+
+@pytest.mark.parametrize("deep", [False, True])
+@pytest.mark.parametrize("name", ["tiny-qwen3_5", "tiny-qwen3_5-fp8"])
+def test_the_bundled_model_is_clean(name: str, deep: bool) -> None:
+    audit = open_checkpoint(DATA / name).audit(deep=deep, source=DATA / "tiny-qwen3_5")
+    assert kinds(audit) == ({"n:tensor-parallel"} if name.endswith("fp8") else set())
+    assert audit.head is not None and audit.head.complete
+    assert sum(sum(row.values()) for row in audit.bytes_by_part.values()) == sum(m.nbytes for m in audit.modules)
+
+
+def bundled(folder: Path, **changed: torch.Tensor) -> Path:
+    """The bundled model with some tensors changed; None drops one."""
+    ckpt = open_checkpoint(DATA / "tiny-qwen3_5")
+    tensors = {**{name: ckpt.read(name) for name in ckpt.tensors}, **changed}
+    shutil.copytree(DATA / "tiny-qwen3_5", folder, ignore=shutil.ignore_patterns("*.safetensors"))
+    tensor_file(folder / "model.safetensors", {n: t for n, t in tensors.items() if t is not None})
+    return folder
+
+
+@pytest.mark.parametrize("by", [1, -1])
+def test_the_bundled_models_norms_shifted(tmp_path: Path, by: int) -> None:
+    """All of the head's norms by 1: the margins of the thresholds on a trained model."""
+    ckpt = open_checkpoint(DATA / "tiny-qwen3_5")
+    norms = [name for name in ckpt.tensors if name.startswith("mtp.") and "norm" in name]
+    moved = {name: (ckpt.read(name).float() + by).bfloat16() for name in norms}
+    found = open_checkpoint(bundled(tmp_path / "x", **moved)).audit(deep=True, source=ckpt)
+    errors = {f.kind: f for f in found.at_least("warning")}
+    assert set(errors) == {"draft-norm-convention", "values-differ"}
+    assert len(errors["draft-norm-convention"].tensors) >= 5 and len(errors["values-differ"].tensors) == len(norms) == 7
+
+
+def test_the_bundled_models_norms_written_for_w(tmp_path: Path) -> None:
+    ckpt = open_checkpoint(DATA / "tiny-qwen3_5")
+    norms = [name for name in ckpt.tensors if "norm" in name and "linear_attn" not in name]
+    moved = {name: (ckpt.read(name).float() + 1).bfloat16() for name in norms}
+    found = open_checkpoint(bundled(tmp_path / "x", **moved)).audit(deep=True)
+    assert [f.kind for f in found.at_least("warning")] == ["norm-convention"]
+
+
+@pytest.mark.parametrize("scale", [0.02, 0.2])
+def test_the_bundled_models_head_drawn_anew(tmp_path: Path, scale: float) -> None:
+    ckpt = open_checkpoint(DATA / "tiny-qwen3_5")
+    drawn = torch.Generator().manual_seed(0)
+    linears = [name for name, info in ckpt.tensors.items() if name.startswith("mtp.") and len(info.shape) == 2]
+    changed = {n: (torch.randn(ckpt.info(n).shape, generator=drawn) * scale).bfloat16() for n in linears}
+    found = open_checkpoint(bundled(tmp_path / "x", **changed)).audit(deep=True)
+    (finding,) = (f for f in found.findings if f.kind == "random-head")
+    assert finding.severity == "error" and len(finding.tensors) == len(linears) == 8
+
+
+def test_a_planted_checkpoint_keeps_its_clean_audit(tmp_path: Path) -> None:
+    """The same function with norm weights of up to 2^20: far from usual, and no fault."""
+    planted = plant(DATA / "tiny-qwen3_5", tmp_path / "x")
+    found = open_checkpoint(planted.path).audit(deep=True)
+    assert kinds(found) == set()
+
+
+# what a conversion did to a whole checkpoint, and what is found
+LOST = {
+    "the head": (["mtp."], {"lost-draft": "error", "changed-config": "warning"}, 15),
+    "a head's tensor": (["mtp.layers.0.self_attn.k_proj"], {"lost-draft": "error"}, 1),
+    "a layer": (["model.layers.2."], {"lost-target": "error"}, 12),
+    "an expert": (["model.layers.1.mlp.experts.2.up_proj"], {"lost-target": "error"}, 1),
+}
+
+
+@pytest.mark.parametrize("what", LOST)
+def test_what_a_conversion_lost(tmp_path: Path, what: str) -> None:
+    family = "qwen3-next" if what == "an expert" else "qwen3.5"
+    prefixes, expected, count = LOST[what]
+    made, source = make(family), make(family, plain=True).write(tmp_path / "source")
+    made.drop(*prefixes)
+    if what == "the head":
+        made.config["mtp_num_hidden_layers"] = 0
+    found = open_checkpoint(made.write(tmp_path / "x"), lenient=True)
+    new = {f.kind: f for f in found.audit(source=source).findings} | {}
+    for finding in found.audit().findings:
+        new.pop(finding.kind, None)
+    assert {kind: f.severity for kind, f in new.items()} == expected
+    lost = next(f for kind, f in new.items() if kind.startswith("lost"))
+    assert len(lost.tensors) == count and f"{count} modules" in lost.message and str(source) in lost.message
+
+
+def test_a_conversion_that_loses_nothing(tmp_path: Path) -> None:
+    """BF16 to FP8, out of the multimodal wrapper, experts stacked: no difference."""
+    source = make("qwen3.5-vl", plain=True)
+    source.tensors["model.visual.merger.weight"] = torch.ones(4, 4).bfloat16()
+    made = make("qwen3-next", plain=True)
+    made.config["model_type"] = "qwen3_5_moe_text"
+    for prefix in [f"model.layers.{i}.mlp.experts" for i in range(4)] + ["mtp.layers.0.mlp.experts"]:
+        made.drop(*(f"{prefix}.{i}." for i in range(3)))
+        made.tensors[f"{prefix}.gate_up_proj"] = torch.ones(3, 64, 64).bfloat16()
+        made.tensors[f"{prefix}.down_proj"] = torch.ones(3, 64, 32).bfloat16()
+    found = open_checkpoint(made.write(tmp_path / "x")).audit(source=source.write(tmp_path / "source"))
+    assert kinds(found) == {"n:lost-vision"}
+
+
+def test_another_shape_and_other_values(tmp_path: Path) -> None:
+    source = make("qwen3.5", plain=True).write(tmp_path / "source")
+    made = make("qwen3.5", plain=True)
+    made.tensors["mtp.fc.weight"] = made.tensors["mtp.fc.weight"].T.contiguous()
+    name = "model.layers.0.mlp.up_proj.weight"
+    made.tensors[name] = made.tensors[name] * 2
+    made.tensors["model.norm.weight"] = made.tensors["model.norm.weight"] + 1
+    ckpt = open_checkpoint(made.write(tmp_path / "x"))
+    assert "changed-shape" in {f.kind for f in ckpt.audit(source=source).findings}
+    found = {f.kind: f for f in ckpt.audit(deep=True, source=source).findings}
+    assert found["values-differ"].tensors == ("model.layers.0.mlp.up_proj", "model.norm")
+    assert "[128, 64], there [64, 128]" in found["changed-shape"].message

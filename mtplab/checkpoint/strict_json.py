@@ -81,7 +81,7 @@ def load_object(data: bytes, where: str) -> dict[str, Any]:
         return found
 
     if not data.strip():
-        raise CheckpointError(f"{where}: expected JSON, found {'nothing: the file is empty' if not data else 'blanks'}.")
+        raise CheckpointError(f"{where}: expected JSON, found {'blanks' if data else 'nothing: the file is empty'}.")
     for mark, encoding in _MARKS.items():
         if data.startswith(mark):
             raise CheckpointError(

@@ -21,6 +21,7 @@ _WHERE = {
     "generate": "mtplab.decode",
     "Cancelled": "mtplab.decode",
     "sweep": "mtplab.study",
+    "trace": "mtplab.study.trace",
     "compare_hidden": "mtplab.study.hidden",
 }
 
@@ -36,6 +37,7 @@ __all__ = [
     "open_checkpoint",
     "quantize_checkpoint",
     "sweep",
+    "trace",
 ]
 
 if TYPE_CHECKING:
@@ -46,6 +48,7 @@ if TYPE_CHECKING:
     from mtplab.models import load_model
     from mtplab.study import sweep
     from mtplab.study.hidden import compare_hidden
+    from mtplab.study.trace import trace
 
 
 def __getattr__(name: str) -> Any:

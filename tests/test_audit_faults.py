@@ -221,6 +221,10 @@ HEADERS: dict[str, tuple[str, Change, dict[str, str], str, str]] = {
                         "mtp.layers.4.mlp", "on disk"),
     "numbered-from-0": ("qwen3.5", both(plain(f"{Q[:-6]}o_proj"), listing(f"{Q[:-6]}o_proj")),
                         {"draft-numbering": "note"}, f"{Q[:-6]}o_proj", "mtp.layers.4"),
+    "bad-pattern": ("qwen3.5", listing("(unclosed", "re:.*in_proj_[ab]"), {"bad-pattern": "error"}, "(unclosed",
+                    "Correct or remove"),
+    "endless-pattern": ("qwen3.5", listing("([.a-z0-9_]|[.a-z0-9_]{2})*[XYZ]"), {"bad-pattern": "error"}, "[XYZ]",
+                        "takes more than"),
     # weights that are not there
     "head-promised": ("deepseek-v4", drop("mtp."), {"missing-head": "error", "unmatched-entry": "warning"},
                       "mtp.0.ffn.gate", "acceptance 0 %"),

@@ -9,7 +9,7 @@ import pytest
 
 from mtplab import CheckpointError, ConfigError, MtplabError, load_model, open_checkpoint, sweep
 from mtplab.cli import main
-from mtplab.decode.generate import token_ids
+from mtplab.decode.settings import token_ids
 from mtplab.errors import not_text, printable
 from mtplab.study.prompts import load_prompts
 from mtplab.study.store import read_rows

@@ -34,15 +34,21 @@ class BoundedPatterns:
 
     `to_module_end`: what a pattern matches must end at a dot or the name's end (transformers), else anywhere
     (compressed-tensors). `globs`: they are fnmatch's, and match whole names. `where` names the list in messages.
+    `seconds`: of all of them together, where they are asked one by one.
     """
 
     def __init__(
-        self, patterns: Iterable[str], where: str, to_module_end: bool = False, globs: bool = False
+        self,
+        patterns: Iterable[str],
+        where: str,
+        to_module_end: bool = False,
+        globs: bool = False,
+        seconds: float = ALL_PATTERNS_SECONDS,
     ) -> None:
         self._where = where
         self._template = "*" if globs else r"(?:{})(?:\.|$)" if to_module_end else "{}"
         self._spent = dict.fromkeys(patterns, 0.0)
-        self._left, self._all = ALL_PATTERNS_SECONDS, ALL_PATTERNS_SECONDS
+        self._left = self._all = seconds
         self._compiled: dict[str, Any] = {}
 
     def first(self, *texts: str) -> str | None:

@@ -6,14 +6,15 @@ Knows nothing of dtypes; what an exclusion does to a module is decided in `plan.
 
 from __future__ import annotations
 
+import contextlib
 import fnmatch
 import re
 from collections.abc import Iterable, Sequence
 
-from mtplab.checkpoint.bounded_regex import BoundedPatterns
+from mtplab.checkpoint.bounded_regex import FIRST_SECONDS, MODULE_SECONDS, BoundedPatterns
 from mtplab.checkpoint.names import nearest, normalised
 from mtplab.checkpoint.strict_json import shown
-from mtplab.errors import ConfigError
+from mtplab.errors import CheckpointError, ConfigError
 
 __all__ = ["PRESETS", "QWEN_PUBLISHED", "ListedModules", "UserPatterns", "parse_exclude"]
 
@@ -51,6 +52,7 @@ class ListedModules:
     """
 
     def __init__(self, entries: Iterable[str], where: str) -> None:
+        self._where = where
         self._literal: dict[str, str] = {}
         self._patterns: list[str] = []
         for entry in entries:
@@ -70,6 +72,8 @@ class ListedModules:
         Raises CheckpointError for a pattern that is no regular expression or takes longer than
         bounded_regex.PATTERN_SECONDS.
         """
+        if not self._literal and not self._patterns:
+            return None
         name = normalised(module)
         entry = self._literal.get(name)
         if entry is None and self._literal:
@@ -83,6 +87,11 @@ class ListedModules:
             self.matched.add(entry)
         return entry
 
+    @property
+    def has_patterns(self) -> bool:
+        """Whether an entry is a regular expression rather than a name."""
+        return bool(self._patterns)
+
     def unmatched(self, modules: Sequence[str]) -> list[str]:
         """Entries that cover none of `modules`: what they were to protect is not protected."""
         left = {key: entry for key, entry in self._literal.items() if entry not in self.matched}
@@ -93,7 +102,22 @@ class ListedModules:
             for depth in self._depths:
                 left.pop(".".join(parts[:depth]), None)
                 left.pop(".".join(parts[-depth:]), None)
-        return [*left.values(), *(item for item in self._patterns if item not in self.matched)]
+        undecided = [item for item in self._patterns if item not in self.matched]
+        return [*left.values(), *self._idle_patterns(undecided, modules)]
+
+    def _idle_patterns(self, patterns: list[str], modules: Sequence[str]) -> list[str]:
+        """Of patterns that decided nothing, those that match nothing either; the others only came second.
+
+        Within the time that patterns have in all; what is left then is not reported.
+        """
+        seconds = FIRST_SECONDS / 2 + MODULE_SECONDS * len(modules)
+        bounded = BoundedPatterns(patterns, self._where, to_module_end=True, seconds=seconds)
+        idle: list[str] = []
+        with contextlib.suppress(CheckpointError):
+            for item in patterns:
+                if not any(bounded.matches(item, module, normalised(module)) for module in modules):
+                    idle.append(item)
+        return idle
 
 
 def parse_exclude(exclude: str | Sequence[str] | None, option: str = "exclude") -> tuple[str, ...] | None:

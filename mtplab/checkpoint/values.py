@@ -162,14 +162,14 @@ def plain_bands(info: TensorInfo) -> Iterator[tuple[int, int, torch.Tensor]]:
         raise CheckpointError(f"{_where(info)} is complex: expected real values.")
     step = max(1, min(_BAND_BYTES // max(1, k), total))
     width = info.nbytes // max(1, total * k)
-    raw = torch.empty(step * k * width, dtype=torch.uint8)
+    raw, own = torch.empty(step * k * width, dtype=torch.uint8), torch.empty(step, k)
     with _File(info.file) as file:
         file.seek_to(info)
         for start in range(0, total, step) if k else ():
             stop = min(total, start + step)
             part = raw[: (stop - start) * k * width]
             file.fill(part, info)
-            yield start, stop, part.view(dtype).view(-1, k).float()
+            yield start, stop, own[: stop - start].copy_(part.view(dtype).view(-1, k))
 
 
 def _bands(pair: Pair, out: torch.Tensor | None) -> Iterator[tuple[int, int, torch.Tensor]]:

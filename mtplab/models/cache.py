@@ -7,6 +7,7 @@ cost a CPU a gather on every read; a paged kernel can address the same storage t
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -48,7 +49,7 @@ class KVCache:
         plain = self.codes.dtype == dtype and policy.meta == 0
         self.values: Tensor | None = self.codes if plain else None
         if not plain and not kernels:
-            self.values = self._empty_values()
+            self.values = self.empty_values()
 
     @property
     def capacity(self) -> int:
@@ -77,14 +78,15 @@ class KVCache:
         """Have a copy as read back beside empty codes, as long as this lasts, where there is none of its own."""
         own = self.values is not None
         if not own:
-            self.values = self._empty_values()
+            self.values = self.empty_values()
         try:
             yield
         finally:
             if not own:
                 self.values = None
 
-    def _empty_values(self) -> Tensor:
+    def empty_values(self) -> Tensor:
+        """Memory for every slot as read back [2, b, h_kv, capacity, d]."""
         return torch.zeros(*self.codes.shape[:4], self.head_dim, dtype=self.dtype, device=self.codes.device)
 
     def select(self, rows: Tensor) -> None:
@@ -95,6 +97,24 @@ class KVCache:
             self.values = self.codes if plain else self.values.index_select(1, rows)
         if self.meta is not None:
             self.meta = self.meta.index_select(1, rows)
+
+    @property
+    def bytes_per_slot(self) -> int:
+        """Bytes that one token of one sequence takes here, copies as read back included."""
+        held = {id(x): x for x in (self.codes, self.values, self.meta) if x is not None}
+        tokens = self.codes.shape[1] * self.capacity
+        return sum(x.nbytes for x in held.values()) // tokens
+
+    def fork(self, rows: Tensor, capacity: int) -> KVCache:
+        """A cache of its own with these sequences, a row as often as it is named, and the first `capacity` slots."""
+        other = copy.copy(self)
+        plain = self.values is self.codes
+        other.codes = _movable(self.codes[..., :capacity, :]).index_select(1, rows).view(self.codes.dtype)
+        if self.values is not None:
+            other.values = other.codes if plain else self.values[..., :capacity, :].index_select(1, rows)
+        if self.meta is not None:
+            other.meta = self.meta[..., :capacity, :].index_select(1, rows)
+        return other
 
     @staticmethod
     def _flat(x: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from itertools import product
 from typing import Any, NamedTuple
 
 from mtplab.decode import AcceptanceStats, generate
-from mtplab.decode.generate import Prompts
+from mtplab.decode.settings import Prompts
 from mtplab.models import Model
 
 STAGES = ("post_norm", "pre_norm")

@@ -125,6 +125,13 @@ def _kv(subject: Subject) -> Iterator[Finding]:
         )  # fmt: skip
 
 
+# kept whole on every rank, or, as keys and values, repeated where there are more ranks than heads
+_WHOLE = (
+    "fc", "eh_proj", "e_proj", "h_proj", "input_proj", "in_proj_a", "in_proj_b", "k_proj", "v_proj", "wkv",
+    "q_a_proj", "kv_a_proj_with_mqa", "wq_a", "wk", "weights_proj", "gate",
+)  # fmt: skip
+
+
 def _tensor_parallel(subject: Subject) -> Iterator[Finding]:
     """How far block-scaled weights can be split: every rank needs whole blocks."""
     limits: dict[int, list[str]] = {}
@@ -135,9 +142,9 @@ def _tensor_parallel(subject: Subject) -> Iterator[Finding]:
         if bm in (1, module.shape[0]):
             continue
         last = module.name.rpartition(".")[2]
-        rows_split = last not in ("o_proj", "down_proj", "out_proj", "w2", "wo_b", "fc", "eh_proj")
+        rows_split = last not in ("o_proj", "down_proj", "out_proj", "w2", "wo_b")
         size, block = (module.shape[0], bm) if rows_split else (module.shape[1], bn)
-        if last in ("fc", "eh_proj", "in_proj_a", "in_proj_b") or size < block:
+        if last in _WHOLE or size < block:
             continue
         ways = size // block if size % block == 0 else 1
         most = ways & -ways

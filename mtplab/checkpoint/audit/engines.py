@@ -52,6 +52,7 @@ def engine_findings(looks: Looks | None) -> Iterator[Finding]:
             yield Finding(
                 _SEVERITY[outcome] if meant else "note", _KIND[outcome] if meant else "engine-unread",
                 alike[0].sentence + more, modules, f"As {item.engine} {item.version} reads the config.",
-                "Write the list under which the engines agree (mtplab quantize does), or use another engine." if meant
+                "If the list is at fault, write the one under which engines agree (mtplab quantize does); if the "
+                "engine does so whatever the list says, use another." if meant
                 else "Use an engine that reads the format, or write the checkpoint in another layout.",
             )  # fmt: skip

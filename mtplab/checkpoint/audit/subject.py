@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from mtplab.checkpoint.audit.heads import Head, find_head
 from mtplab.checkpoint.config_json import text_config
 from mtplab.checkpoint.exclusions import ListedModules
+from mtplab.checkpoint.names import module_of
 from mtplab.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -65,6 +66,19 @@ class Subject:
     def listed(self) -> ListedModules:
         entries = self.quantization.exclusions if self.quantization is not None else ()
         return ListedModules(entries, self.quantization.where if self.quantization is not None else "")
+
+    def bad_patterns(self) -> list[tuple[str, str]]:
+        """(entry, what is wrong) for the entries of the exclusion list that cannot be run on these names."""
+        names = {module_of(name) for name in self.ckpt.tensors}
+        found = []
+        for entry in self.quantization.exclusions if self.quantization is not None else ():
+            one = ListedModules([entry], self.quantization.where if self.quantization is not None else "")
+            try:
+                for name in names if one.has_patterns else ():
+                    one.entry_for(name)
+            except CheckpointError as error:
+                found.append((entry, str(error)))
+        return found
 
     @property
     def list_key(self) -> str:

@@ -1,0 +1,197 @@
+"""What a trace says of acceptance: by depth, position, context and domain, and under a schedule or a gate of depths.
+
+Every answer is one recursion over arrays (`renewal.py`), so all of them come at once and none needs the model again.
+Counts are expectations given the traced outputs; at temperature 0 they are the runner's own counts.
+"""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from collections.abc import Callable, Sequence
+from functools import reduce
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from mtplab.errors import ConfigError
+from mtplab.study.interval import jackknife
+from mtplab.study.renewal import Counts, expected_counts
+
+if TYPE_CHECKING:
+    from mtplab.decode import AcceptanceStats
+    from mtplab.study.trace import Trace
+
+__all__ = ["Acceptance"]
+
+# an interval from fewer prompts is itself uncertain, and says so
+FEW_PROMPTS = 8
+
+
+class Acceptance:
+    """Acceptance of a traced set of prompts at any depth from 0 to the trace's."""
+
+    def __init__(self, trace: Trace) -> None:
+        self.trace = trace
+        self._alpha, self._slots = trace.alpha()
+        self._counts: dict[int, Counts] = {}
+
+    @property
+    def depths(self) -> range:
+        """The depths that can be asked for."""
+        return range(self.trace.max_depth + 1)
+
+    @property
+    def expected(self) -> bool:
+        """Whether counts are expectations over drafts that were drawn, and so no whole numbers."""
+        settings = self.trace.settings
+        return settings["spec"]["draft_sampling"] == "sampled" and settings["sampling"]["temperature"] > 0
+
+    def counts(self, depth: int | np.ndarray) -> Counts:
+        """The counts of a depth, or of depths by slot [p, s]. Raises ConfigError past the trace's depth."""
+        if isinstance(depth, np.ndarray):
+            return expected_counts(self._alpha, self._slots, depth)
+        if type(depth) is not int or not 0 <= depth <= self.trace.max_depth:
+            raise ConfigError(f"depth is {depth!r}; expected 0 to {self.trace.max_depth}, as far as was traced")
+        if depth not in self._counts:
+            self._counts[depth] = expected_counts(self._alpha, self._slots, depth)
+        return self._counts[depth]
+
+    def per_prompt(self, depth: int) -> list[AcceptanceStats]:
+        """Each prompt's counts at a depth, whole numbers where they are counts."""
+        return _stats(self.counts(depth), depth, self.expected)
+
+    def stats(self, depth: int) -> AcceptanceStats:
+        """The counts of all prompts at a depth."""
+        return reduce(operator.add, self.per_prompt(depth))
+
+    def length(self, depth: int) -> float | None:
+        """Acceptance length: tokens per round, the bonus counted; None without rounds."""
+        return self.stats(depth).acceptance_length
+
+    def interval(self, depth: int) -> float | None:
+        """Half a 95 % interval of the acceptance length over prompts (jackknife); None with fewer than two."""
+        return _half_width(self.counts(depth))
+
+    @property
+    def few(self) -> bool:
+        """Whether there are so few prompts that an interval is a rough guess itself."""
+        return len(self._slots) < FEW_PROMPTS
+
+    def by_domain(self, depth: int) -> dict[str, AcceptanceStats]:
+        """The counts of each domain, in the order in which they occur."""
+        groups: dict[str, list[AcceptanceStats]] = {}
+        for name, stats in zip(self.trace.domains, self.per_prompt(depth), strict=True):
+            groups.setdefault(name, []).append(stats)
+        return {name: reduce(operator.add, parts) for name, parts in groups.items()}
+
+    def by_context(self, depth: int, edges: Sequence[int]) -> list[tuple[int, int, float | None]]:
+        """(first position, position after the last, acceptance length) of rounds that begin there in the context.
+
+        Positions count from the prompt's first token; `edges` are at least two, growing.
+        """
+        if len(edges) < 2 or any(b <= a for a, b in itertools.pairwise(edges)):
+            raise ConfigError(f"edges is {list(edges)!r}; expected at least two positions, each beyond the one before")
+        counts = self.counts(depth)
+        starts = self.trace.prompt_lengths[:, None] + 1 + np.arange(self._alpha.shape[1])
+        found = []
+        for low, high in itertools.pairwise(edges):
+            inside = np.where((starts >= low) & (starts < high), counts.visits, 0.0)
+            rounds = inside.sum()
+            found.append((int(low), int(high), float((inside * counts.length).sum() / rounds) if rounds else None))
+        return found
+
+    def schedule(self, depth_at: Callable[[np.ndarray], np.ndarray]) -> AcceptanceStats:
+        """The counts under a depth that follows the context: `depth_at` maps positions [p, s] to depths."""
+        starts = self.trace.prompt_lengths[:, None] + 1 + np.arange(self._alpha.shape[1])
+        depths = np.asarray(depth_at(starts)).astype(int)
+        fits = depths.shape == starts.shape and not ((depths < 0) | (depths > self.trace.max_depth)).any()
+        if not fits:
+            raise ConfigError(f"expected a depth from 0 to {self.trace.max_depth} for each of {starts.shape} positions")
+        return reduce(operator.add, _stats(self.counts(depths), self.trace.max_depth, True))
+
+    def gate(self, confidence: float, depth: int | None = None) -> AcceptanceStats:
+        """The counts where drafting stops at the first draft whose probability is below `confidence`, which is dropped.
+
+        Confidence is the draft's largest probability at temperature 1. Of a chain that has missed it is not known:
+        drafts past a miss are counted as drafted up to `depth`, so `drafted` is an upper bound.
+        """
+        most = self.trace.max_depth if depth is None else depth
+        if not 0.0 <= confidence <= 1.0:
+            raise ConfigError(f"confidence is {confidence!r}; expected a probability, 0 to 1")
+        self.counts(most)  # which checks it
+        with np.errstate(invalid="ignore"):
+            below = np.exp(self.trace.top[:, :most].astype(np.float64)) < confidence  # NaN: not below
+        first = np.where(below.any(1), below.argmax(1), most)
+        depths = np.zeros(self._alpha.shape[:2], int)
+        for row, part in enumerate(np.split(first, np.cumsum(self._slots)[:-1])):
+            depths[row, : len(part)] = part
+        return reduce(operator.add, _stats(self.counts(depths), self.trace.max_depth, True))
+
+    def to_frame(self) -> Any:
+        """A pandas frame, one row per depth: counts, length, its interval, shares by position as lists.
+
+        Raises ConfigError where pandas is not installed.
+        """
+        try:
+            import pandas
+        except ImportError:
+            raise ConfigError("to_frame needs pandas; install it, or take to_records().") from None
+        return pandas.DataFrame(self.to_records())
+
+    def to_records(self) -> list[dict[str, Any]]:
+        """The same as dictionaries."""
+        found = []
+        for depth in self.depths:
+            stats = self.stats(depth)
+            found.append(
+                {
+                    "depth": depth,
+                    "rounds": stats.rounds,
+                    "tokens": stats.emitted,
+                    "drafted": stats.drafted,
+                    "accepted": stats.accepted,
+                    "acceptance_length": stats.acceptance_length,
+                    "half_interval": self.interval(depth),
+                    "per_position": stats.per_position,
+                    "conditional": stats.conditional,
+                }
+            )
+        return found
+
+    def __str__(self) -> str:
+        lines = ["depth  rounds  tokens  length  ± 95 %"]
+        for record in self.to_records():
+            length, half = record["acceptance_length"], record["half_interval"]
+            lines.append(
+                f"{record['depth']:5}  {record['rounds']:6.5g}  {record['tokens']:6.5g}  "
+                f"{'' if length is None else f'{length:6.3f}'}  {'' if half is None else f'{half:6.3f}'}".rstrip()
+            )
+        if self.few:
+            lines.append(f"over {len(self._slots)} prompts only: the intervals are rough")
+        return "\n".join(lines)
+
+
+def _stats(counts: Counts, depth: int, expected: bool) -> list[AcceptanceStats]:
+    from mtplab.decode import AcceptanceStats
+
+    def number(value: float) -> Any:
+        return float(value) if expected else round(float(value))
+
+    return [
+        AcceptanceStats(
+            depth=depth,
+            rounds=number(counts.rounds[row]),
+            drafted=number(counts.drafted[row]),
+            accepted=number(counts.accepted[row]),
+            emitted=number(counts.emitted[row]),
+            accepted_per_position=tuple(number(value) for value in counts.accepted_per_position[row, :depth]),
+        )
+        for row in range(len(counts.rounds))
+    ]
+
+
+def _half_width(counts: Counts) -> float | None:
+    tokens, rounds = counts.emitted, counts.rounds
+    with np.errstate(invalid="ignore", divide="ignore"):
+        return jackknife((tokens.sum() - tokens) / (rounds.sum() - rounds))

@@ -1,0 +1,248 @@
+"""`trace`: the target's output and the draft's proposals at every slot of it, once; every depth follows from that.
+
+Keeps, saves and reads back; `decode/tracing.py` produces, `acceptance.py` concludes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from mtplab.errors import ConfigError
+
+if TYPE_CHECKING:
+    from mtplab.quant.policy import QuantPolicy
+    from mtplab.study.acceptance import Acceptance
+
+__all__ = ["TRACE_SCHEMA", "Trace", "trace"]
+
+TRACE_SCHEMA = 1
+_ARRAYS = ("tokens", "output_lengths", "prompt_lengths", "hits", "log_q", "top", "log_p")
+
+
+@dataclass(frozen=True, eq=False)
+class Trace:
+    """What one pass over a set of prompts gave, for all depths up to `max_depth`.
+
+    Prompts lie one behind the other: `tokens` int32 are their outputs, `output_lengths` [p] how long each is,
+    `prompt_lengths` [p] the prompts'. A prompt with n tokens of output has n − 1 slots: slot i is a round that begins
+    when i + 1 of them are there. Over all slots: `hits` [s, k] bool (draft j is the output's token, as are all before
+    it), `log_q` [s, k] float32 (the draft's log-probability of that token; NaN past a miss, and at temperature 0),
+    `top` [s, k] float32 (the draft's largest log-probability at temperature 1; NaN past a miss) and `log_p` [s]
+    float32 (the target's log-probability of token i + 1; NaN at temperature 0). `settings` says what was run.
+    """
+
+    tokens: np.ndarray
+    output_lengths: np.ndarray
+    prompt_lengths: np.ndarray
+    hits: np.ndarray
+    log_q: np.ndarray
+    top: np.ndarray
+    log_p: np.ndarray
+    domains: tuple[str, ...]
+    settings: dict[str, Any]
+    seconds: dict[str, float]  # "prompts", "decode", "draft"
+
+    @property
+    def max_depth(self) -> int:
+        """The largest depth that can be asked for."""
+        return self.hits.shape[1]
+
+    @property
+    def outputs(self) -> list[list[int]]:
+        """Each prompt's output, as `generate` would give it at any depth at temperature 0."""
+        return [part.tolist() for part in np.split(self.tokens, np.cumsum(self.output_lengths)[:-1])]
+
+    @property
+    def output_hash(self) -> str:
+        """SHA-256 of the outputs' ids, as a result row has it."""
+        return hashlib.sha256(json.dumps(self.outputs, separators=(",", ":")).encode()).hexdigest()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the arrays."""
+        return sum(getattr(self, name).nbytes for name in _ARRAYS)
+
+    def alpha(self) -> tuple[np.ndarray, np.ndarray]:
+        """(alpha [p, s, k] float64, slots [p]): probability that draft j is accepted, given that those before it were.
+
+        Zero past a prompt's last slot. min(1, q/p) where drafts were drawn, else whether the draft hit.
+        """
+        slots = self.output_lengths - 1
+        drawn = self.settings["spec"]["draft_sampling"] == "sampled" and self.settings["sampling"]["temperature"] > 0
+        if drawn:
+            after = self._log_p_of_drafts(slots)
+            flat = np.exp(np.minimum(0.0, self.log_q.astype(np.float64) - after))
+            flat = np.nan_to_num(flat, nan=0.0)
+        else:
+            flat = self.hits.astype(np.float64)
+        found = np.zeros((len(slots), max(0, int(slots.max(initial=0))), self.max_depth))
+        for row, part in enumerate(np.split(flat, np.cumsum(slots)[:-1])):
+            found[row, : len(part)] = part
+        return found, slots
+
+    def _log_p_of_drafts(self, slots: np.ndarray) -> np.ndarray:
+        """[s, k]: the target's log-probability of the token that draft j stands for; +inf past the output's end."""
+        found = np.full(self.log_q.shape, np.inf)
+        start = 0
+        for count in slots:
+            mine = self.log_p[start : start + count]
+            for step in range(min(self.max_depth, count)):
+                found[start : start + count - step, step] = mine[step:]
+            start += count
+        return found
+
+    def acceptance(self) -> Acceptance:
+        """Acceptance by depth, position, context and domain."""
+        from mtplab.study.acceptance import Acceptance
+
+        return Acceptance(self)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write to one safetensors file, atomically. Raises CheckpointError where it cannot be written."""
+        import torch
+
+        from mtplab.checkpoint import write_safetensors
+
+        facts = {"domains": list(self.domains), "settings": self.settings, "seconds": self.seconds}
+        write_safetensors(
+            path,
+            {name: torch.from_numpy(np.ascontiguousarray(getattr(self, name))) for name in _ARRAYS},
+            {"mtplab_trace": str(TRACE_SCHEMA), "facts": json.dumps(facts)},
+        )
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Trace:
+        """Read back what `save` wrote; the arrays stay on disk, mapped into memory, until they are looked at.
+
+        Raises CheckpointError for a file that is none, ConfigError for one that holds no trace.
+        """
+        from mtplab.checkpoint.header import read_header
+
+        header = read_header(Path(path))
+        infos = {info.name: info for info in header.tensors}
+        if header.metadata.get("mtplab_trace") != str(TRACE_SCHEMA) or set(infos) != set(_ARRAYS):
+            raise ConfigError(f"{path}: expected a trace of schema {TRACE_SCHEMA}, as Trace.save writes it.")
+        try:
+            facts = json.loads(header.metadata["facts"])
+            domains, settings, seconds = tuple(facts["domains"]), facts["settings"], facts["seconds"]
+        except (ValueError, KeyError, TypeError):
+            raise ConfigError(f"{path}: the trace's settings cannot be read; trace again.") from None
+        dtypes = {"BOOL": np.bool_, "I32": np.int32, "I64": np.int64, "F32": np.float32}
+        arrays = {}
+        for name, info in infos.items():
+            empty = not info.nbytes
+            arrays[name] = (
+                np.zeros(info.shape, dtypes[info.dtype])
+                if empty
+                else np.memmap(path, dtypes[info.dtype], "r", info.start, info.shape)
+            )
+        return cls(**arrays, domains=domains, settings=settings, seconds=seconds)
+
+    def __repr__(self) -> str:
+        prompts, slots = len(self.output_lengths), len(self.log_p)
+        return f"<Trace: {prompts} prompts, {slots} slots, depths 0 to {self.max_depth}>"
+
+
+def trace(
+    model: Any,
+    prompts: Any,
+    max_depth: int = 8,
+    temperature: float = 0.0,
+    seed: int = 0,
+    max_new_tokens: int = 128,
+    *,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    quant_policy: str | int | QuantPolicy | None = None,
+    draft_quant_policy: str | int | QuantPolicy | None = None,
+    draft_sampling: str = "greedy",
+    target_hidden: str = "post_norm",
+    draft_hidden: str = "post_norm",
+    exact: bool | None = None,
+    ignore_eos: bool = False,
+    max_batch: int = 64,
+    threads: int | None = None,
+    domains: Sequence[str] | None = None,
+    on_round: Callable[[Any], None] | None = None,
+    cancel: threading.Event | None = None,
+) -> Trace:
+    """Decode the prompts once, plainly, and find what the draft would propose at every slot, for every depth at once.
+
+    Arguments as `generate` has them; `max_depth` 1 to 16 takes the place of depth, `domains` names each prompt's. At
+    temperature 0, with exact arithmetic, every depth's counts are those of `generate` at that depth; above it they
+    are the expectation over the runner's draws, given this output, of the same seed.
+
+    Raises ConfigError as `generate` does, Cancelled where `cancel` was set.
+    """
+    import torch
+
+    from mtplab.decode.settings import resolve_run
+    from mtplab.decode.threads import on_device, running_with
+    from mtplab.decode.tracing import TargetRun, draft_table
+
+    asked = resolve_run(
+        model,
+        prompts,
+        max_depth,
+        temperature=temperature,
+        seed=seed,
+        max_new_tokens=max_new_tokens,
+        top_k=top_k,
+        top_p=top_p,
+        quant_policy=quant_policy,
+        draft_quant_policy=draft_quant_policy,
+        draft_sampling=draft_sampling,
+        target_hidden=target_hidden,
+        draft_hidden=draft_hidden,
+        exact=exact,
+        compile=False,
+        ignore_eos=ignore_eos,
+        max_batch=max_batch,
+        threads=threads,
+        on_round=on_round,
+        cancel=cancel,
+    )
+    if not max_depth:
+        raise ConfigError("max_depth is 0; expected 1 to 16: depth 0 drafts nothing that could be traced")
+    names = tuple(domains) if domains is not None else ("",) * len(asked.ids)
+    if len(names) != len(asked.ids):
+        raise ConfigError(f"domains has {len(names)} names for {len(asked.ids)} prompts; expected one for each")
+    seconds = {"prompts": 0.0, "decode": 0.0, "draft": 0.0}
+    outputs: list[list[int]] = []
+    tables = []
+    with torch.inference_mode(), running_with(asked.threads), on_device(model.device):
+        for first in range(0, len(asked.ids), asked.max_batch):
+            batch = asked.ids[first : first + asked.max_batch]
+            run = TargetRun(
+                model, batch, asked.spec, asked.sampling, asked.policy, asked.draft_policy, asked.exact, first
+            )
+            began = time.perf_counter()
+            took = run.go(on_round, cancel)
+            decoded = time.perf_counter()
+            tables += draft_table(run, max_depth, cancel)
+            seconds["prompts"] += took
+            seconds["decode"] += decoded - began - took
+            seconds["draft"] += time.perf_counter() - decoded
+            outputs += run.tokens
+    return Trace(
+        tokens=np.concatenate([np.array(output, np.int32) for output in outputs]),
+        output_lengths=np.array([len(output) for output in outputs]),
+        prompt_lengths=np.array([len(ids) for ids in asked.ids]),
+        hits=np.concatenate([table.hits for table in tables]),
+        log_q=np.concatenate([table.log_q for table in tables]),
+        top=np.concatenate([table.top for table in tables]),
+        log_p=np.concatenate([table.log_p for table in tables]),
+        domains=names,
+        settings=asked.to_dict() | {"draft_quant_policy": asked.draft_policy.name},
+        seconds=seconds,
+    )

@@ -11,7 +11,7 @@ import fnmatch
 import re
 from collections.abc import Iterable, Sequence
 
-from mtplab.checkpoint.bounded_regex import BoundedPatterns
+from mtplab.checkpoint.bounded_regex import FIRST_SECONDS, MODULE_SECONDS, BoundedPatterns
 from mtplab.checkpoint.names import nearest, normalised
 from mtplab.checkpoint.strict_json import shown
 from mtplab.errors import CheckpointError, ConfigError
@@ -37,6 +37,8 @@ QWEN_PUBLISHED: tuple[str, ...] = (
     "*visual.*",
 )
 
+# a module lies at most so deep
+_DEPTHS = frozenset(range(1, 65))
 _LITERAL = re.compile(r"[\w.\-/]*", re.ASCII)
 
 
@@ -59,6 +61,8 @@ class ListedModules:
             else:
                 self._patterns.append(entry)
         self._literal.pop("", None)
+        # how many parts the entries have that can be part of a name: a name is cut at these only
+        self._depths = sorted({key.count(".") + 1 for key in self._literal} & _DEPTHS)
         self._bounded = BoundedPatterns(self._patterns, where, to_module_end=True)
         self.matched: set[str] = set()
 
@@ -72,11 +76,11 @@ class ListedModules:
             return None
         name = normalised(module)
         entry = self._literal.get(name)
-        if entry is None:
+        if entry is None and self._literal:
             parts = name.split(".")
-            above = (".".join(parts[:i]) for i in range(len(parts) - 1, 0, -1))
-            ends = (".".join(parts[i:]) for i in range(1, len(parts)))
-            entry = next((self._literal[key] for key in (*ends, *above) if key in self._literal), None)
+            depths = [depth for depth in reversed(self._depths) if depth < len(parts)]  # the longest entry first
+            keys = (*(".".join(parts[-depth:]) for depth in depths), *(".".join(parts[:depth]) for depth in depths))
+            entry = next((self._literal[key] for key in keys if key in self._literal), None)
         if entry is None and self._patterns:
             entry = self._bounded.first(module, name)
         if entry is not None:
@@ -92,10 +96,12 @@ class ListedModules:
         """Entries that cover none of `modules`: what they were to protect is not protected."""
         left = {key: entry for key, entry in self._literal.items() if entry not in self.matched}
         for module in modules if left else ():
-            parts = normalised(module).split(".")
-            for i in range(1, len(parts) + 1):
-                left.pop(".".join(parts[:i]), None)
-                left.pop(".".join(parts[i:]), None)
+            name = normalised(module)
+            parts = name.split(".")
+            left.pop(name, None)
+            for depth in self._depths:
+                left.pop(".".join(parts[:depth]), None)
+                left.pop(".".join(parts[-depth:]), None)
         undecided = [item for item in self._patterns if item not in self.matched]
         return [*left.values(), *self._idle_patterns(undecided, modules)]
 
@@ -104,7 +110,8 @@ class ListedModules:
 
         Within the time that patterns have in all; what is left then is not reported.
         """
-        bounded = BoundedPatterns(patterns, self._where, to_module_end=True)
+        seconds = FIRST_SECONDS / 2 + MODULE_SECONDS * len(modules)
+        bounded = BoundedPatterns(patterns, self._where, to_module_end=True, seconds=seconds)
         idle: list[str] = []
         with contextlib.suppress(CheckpointError):
             for item in patterns:

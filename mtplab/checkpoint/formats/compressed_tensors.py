@@ -69,7 +69,7 @@ def _scheme(group: dict[str, Any], overall: Any, where: str) -> Scheme:
         block = block_sizes(weights.get("block_structure"), where, "block_structure")
     elif strategy == "group":
         block = block_sizes([1, weights.get("group_size")], where, "[1, group_size]")
-    return Scheme(_STRATEGIES[strategy], block, activation, inputs={"token": "token", "group": "group"}.get(said, ""))
+    return Scheme(_STRATEGIES[strategy], block, activation, inputs=str(said) if said in ("token", "group") else "")
 
 
 FORMAT = Format(

@@ -204,7 +204,7 @@ HEADERS: dict[str, tuple[str, Change, dict[str, str], str, str]] = {
                          {"unlisted-plain": "error"}, "model.layers.0.linear_attn.in_proj_qkv", "noise"),
     "untileable": ("qwen3.5", listing(without=("model.layers.0.linear_attn.in_proj_a",)), {"untileable": "warning"},
                    "model.layers.0.linear_attn.in_proj_a", "32x32"),
-    "listed-though-fp8": ("qwen3.5", listing(Q), {"listed-fp8": "error", "draft-numbering": "note"}, Q,
+    "listed-though-fp8": ("qwen3.5", listing(Q), {"listed-fp8": "error"}, Q,
                           "acceptance 0 %"),
     "whole-head-listed": ("qwen3.5", listing("mtp"), {"listed-fp8": "error"}, Q, "unconsumed"),
     "entry-of-no-module": ("qwen3.5", listing("model.layers.0.mlp.gate_prj"), {"unmatched-entry": "warning"},

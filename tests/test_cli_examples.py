@@ -31,7 +31,7 @@ def up_to_the_work(repo, tmp_path, monkeypatch):
     monkeypatch.setattr(import_module("mtplab.study.sweep"), "PointStore", stop)
     monkeypatch.setattr("mtplab.models.load_model", stop)
     monkeypatch.setattr("papermill.execute_notebook", stop)
-    monkeypatch.setattr("mtplab.convert.quantize.Partial", stop)
+    monkeypatch.setattr("mtplab.checkpoint.convert.quantize.Partial", stop)
 
     def run(line: str, capsys) -> None:
         words = shlex.split(line.split(" > ")[0], comments=True)

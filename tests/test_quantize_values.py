@@ -8,9 +8,9 @@ import torch
 from safetensors.torch import load_file
 
 from mtplab.checkpoint import Checkpoint, open_checkpoint
-from mtplab.convert import engine, quantize_checkpoint
-from mtplab.convert.encode import block_amax, encode, scales_of
-from mtplab.convert.layouts import recipe_of
+from mtplab.checkpoint.convert import engine, quantize_checkpoint
+from mtplab.checkpoint.convert.encode import block_amax, encode, scales_of
+from mtplab.checkpoint.convert.layouts import recipe_of
 from mtplab.errors import CheckpointError, ConfigError
 from mtplab.kernels import fp8_reference
 from tests.checkpoint_builders import CHECKPOINTS, LISTED, qwen_fp8, qwen_tensors, write_checkpoint

@@ -1,7 +1,8 @@
 """A tensor's values out of its file: raw, as codes with their scale, or as float32.
 
-The only module of this room that needs torch. Knows where bytes lie and what a checked pair of weight and
-scale is; nothing of formats or names. FP8 codes are [n, k] or stacked experts [e, n, k]; a block is given by axis.
+Beside `convert/`, the only module of this room that needs torch. Knows where bytes lie and what a checked pair of
+weight and scale is; nothing of formats or names. FP8 codes are [n, k] or stacked experts [e, n, k]; a block is given by
+axis.
 """
 
 from __future__ import annotations

@@ -17,12 +17,12 @@ from typing import Any
 import torch
 
 from mtplab.checkpoint import SafetensorsWriter
+from mtplab.checkpoint.convert.encode import block_amax, encode, scales_of, scratch
+from mtplab.checkpoint.convert.layouts import grid_of
+from mtplab.checkpoint.convert.pieces import CARRY, COPY, DECODE, Piece
+from mtplab.checkpoint.convert.rows import Shard, matrix
 from mtplab.checkpoint.strict_json import shown
 from mtplab.checkpoint.values import read_scale
-from mtplab.convert.encode import block_amax, encode, scales_of, scratch
-from mtplab.convert.layouts import grid_of
-from mtplab.convert.pieces import CARRY, COPY, DECODE, Piece
-from mtplab.convert.rows import Shard, matrix
 from mtplab.errors import CheckpointError
 
 __all__ = ["Pool", "pool", "write_shard"]

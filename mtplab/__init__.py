@@ -16,7 +16,7 @@ _WHERE = {
     "CheckpointError": "mtplab.errors",
     "ConfigError": "mtplab.errors",
     "open_checkpoint": "mtplab.checkpoint",
-    "quantize_checkpoint": "mtplab.convert",
+    "quantize_checkpoint": "mtplab.checkpoint.convert",
     "load_model": "mtplab.models",
     "generate": "mtplab.decode",
     "Cancelled": "mtplab.decode",
@@ -42,7 +42,7 @@ __all__ = [
 
 if TYPE_CHECKING:
     from mtplab.checkpoint import open_checkpoint
-    from mtplab.convert import quantize_checkpoint
+    from mtplab.checkpoint.convert import quantize_checkpoint
     from mtplab.decode import Cancelled, generate
     from mtplab.errors import CheckpointError, ConfigError, MtplabError
     from mtplab.models import load_model

@@ -18,11 +18,12 @@ from mtplab.cli_common import exclusion, note, path_of, print_json, say, step_ba
 from mtplab.errors import ConfigError
 
 if TYPE_CHECKING:
-    from mtplab.convert import Written
+    from mtplab.checkpoint.convert import Written
 
 __all__ = ["quantize"]
 
 _FEW = 3  # names shown of a longer list
+_LINE_EVERY = 30.0  # seconds between lines of progress where there is no terminal
 
 
 def quantize(
@@ -77,7 +78,7 @@ def quantize(
       mtplab quantize data/tiny-qwen3_5-fp8 out/less --exclude "*.o_proj"
       mtplab quantize data/tiny-qwen3_5-fp8 out/bf16 --format bf16
     """
-    from mtplab.convert import quantize_checkpoint
+    from mtplab.checkpoint.convert import quantize_checkpoint
 
     sizes = None if block is None else _sizes(block)
     started = time.monotonic()
@@ -115,13 +116,18 @@ def _sizes(text: str) -> tuple[int, int]:
 def _bar(what: str) -> Iterator[tuple[Callable[[int, int], None], list[int]]]:
     """(what is told of progress, a list whose one number is the bytes read so far)."""
     read = [0]
+    told = time.monotonic()
     with step_bar(None, what, "B") as bar:
         bar.unit_scale = True
 
         def show(done: int, total: int) -> None:
+            nonlocal told
             bar.total = total
             bar.update(done - read[0])
             read[0] = done
+            if bar.disable and time.monotonic() - told > _LINE_EVERY:  # no terminal
+                told = time.monotonic()
+                note(f"{what}: {done / 1e9:.1f} of {total / 1e9:.1f} GB")
 
         yield show, read
 

@@ -112,6 +112,8 @@ def _qwen(moe: bool, model: str) -> Made:
         for name in ("in_proj_a", "in_proj_b"):
             made.linear(f"{prefix}.linear_attn.{name}", 2)
         made.tensors[f"{prefix}.linear_attn.A_log"] = torch.zeros(2)
+        made.tensors[f"{prefix}.linear_attn.dt_bias"] = torch.ones(2)
+        made.tensors[f"{prefix}.linear_attn.conv1d.weight"] = made.values(3 * H, 4).view(3 * H, 1, 4).bfloat16()
         made.tensors[f"{prefix}.linear_attn.norm.weight"] = torch.ones(32)
         made.mixture(f"{prefix}.mlp") if moe else made.mlp(f"{prefix}.mlp")
     made.linear("mtp.fc", H, 2 * H)

@@ -17,7 +17,7 @@ from mtplab.checkpoint import open_checkpoint
 from mtplab.checkpoint.audit import SEVERITIES
 from mtplab.cli import main
 from tests.audit_checkpoints import make
-from tests.checkpoint_builders import CHECKPOINTS, E4M3, FP8_CONFIG, tensor_file, write_checkpoint
+from tests.checkpoint_builders import CHECKPOINTS, E4M3, FP8_CONFIG, entry, raw_file, tensor_file, write_checkpoint
 
 BUNDLED = str(CHECKPOINTS.parents[1] / "data" / "tiny-qwen3_5-fp8")
 
@@ -108,7 +108,7 @@ def test_hostile_names_reach_no_terminal_and_no_page(tmp_path: Path, capsys: pyt
     made = make("qwen3.5")
     made.tensors[f"model.layers.0.{HOSTILE}.weight"] = torch.ones(32, 32).to(E4M3)
     made.tensors[f"mtp.layers.0.{HOSTILE}.weight"] = torch.ones(64, 64).bfloat16()
-    made.quantization["modules_to_not_convert"].append(f"model.{HOSTILE.replace('[', '')}.x")  # type: ignore[index]
+    made.quantization["modules_to_not_convert"].append(f"model.{HOSTILE}.x")  # type: ignore[index]
     folder = made.write(tmp_path / "x")
     code, out, _ = run(capsys, folder, "--modules", "--deep")
     assert code == 1 and "\\x1b[2J" in out and "script" in out
@@ -187,6 +187,30 @@ def test_headers_are_read_without_torch(repo: Path, deep: bool, imported: str) -
     done = subprocess.run([sys.executable, "-c", code, "audit", BUNDLED, *options], capture_output=True, text=True,
                           cwd=repo, check=True)  # fmt: skip
     assert done.stdout.splitlines()[-1] == imported and "tensor-parallel" in done.stdout
+
+
+def test_reading_values_takes_no_more_memory_than_a_band(tmp_path: Path) -> None:
+    """Peak memory of a process that reads 256 MB of holes, against that of one that reads 2 MB of them."""
+    code = (
+        "import resource, sys\nfrom mtplab.checkpoint import open_checkpoint\n"
+        "audit = open_checkpoint(sys.argv[1]).audit(deep=True, source=sys.argv[1])\n"
+        "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
+    )
+    peaks = []
+    for rows in (256, 32768):
+        header, at = {}, 0
+        for name, dtype, width in (("mlp.up_proj.weight", "F8_E4M3", 1), ("self_attn.q_proj.weight", "BF16", 2)):
+            header[f"model.layers.0.{name}"] = entry(dtype, [rows, 2730], at, at + rows * 2730 * width)
+            at += rows * 2730 * width
+        grid = [rows // 128, 22]
+        header["model.layers.0.mlp.up_proj.weight_scale_inv"] = entry("F32", grid, at, at + 4 * grid[0] * grid[1])
+        folder = write_checkpoint(tmp_path / str(rows), {}, FP8_CONFIG)
+        file = raw_file(folder / "model.safetensors", header)
+        with open(file, "r+b") as opened:
+            opened.truncate(file.stat().st_size + at + 4 * grid[0] * grid[1])
+        done = subprocess.run([sys.executable, "-c", code, str(folder)], capture_output=True, text=True, check=True)
+        peaks.append(int(done.stdout) * 1024)
+    assert peaks[1] - peaks[0] < 48e6, peaks  # the largest weight has 179 MB
 
 
 def test_a_huge_header_is_quick(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

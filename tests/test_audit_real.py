@@ -12,7 +12,7 @@ from mtplab.checkpoint import open_checkpoint
 from mtplab.checkpoint.audit import Audit
 from mtplab.checkpoint.planted import plant
 from tests.audit_checkpoints import make
-from tests.checkpoint_builders import CHECKPOINTS, tensor_file
+from tests.checkpoint_builders import CHECKPOINTS, E4M3, tensor_file
 
 DATA = CHECKPOINTS.parents[1] / "data"
 
@@ -34,7 +34,7 @@ REAL: dict[str, str] = {
     "ds-v3-ragged-mtp": "n:engine-lossy n:tensor-parallel | w:random-head",
     "hand-fbgemm_fp8": "",
     "hand-fnuz": "w:fnuz",
-    "hf-qwen3_5-dense-mtpfc-fp8": "w:unused-layers n:tensor-parallel n:draft-numbering | e:norm-convention",
+    "hf-qwen3_5-dense-mtpfc-fp8": "w:unused-layers n:tensor-parallel | e:norm-convention",
     "llmc-fp8-static-kv": "n:kv-scales | n:fused-scales",
     "mo-fp8-pb-wo-ragged": "n:engine-unread n:tensor-parallel",
     "mo-fp8-tensor-kv": "n:engine-unread n:kv-scales | n:fused-scales",
@@ -70,6 +70,36 @@ def test_the_bundled_model_is_clean(name: str, deep: bool) -> None:
     assert kinds(audit) == ({"n:tensor-parallel"} if name.endswith("fp8") else set())
     assert audit.head is not None and audit.head.complete
     assert sum(sum(row.values()) for row in audit.bytes_by_part.values()) == sum(m.nbytes for m in audit.modules)
+
+
+def test_lists_as_they_were_published(tmp_path: Path) -> None:
+    """Every module that is not FP8 by name: that of Qwen3-Next-80B-A3B-FP8, in full, and MiniMax-M2.7's, by endings."""
+    made = make("qwen3-next")
+    made.rename("in_proj_a.", "in_proj_ba.")
+    made.drop(*(f"model.layers.{i}.linear_attn.in_proj_b." for i in range(3)))
+    kept = [n for n, tensor in made.tensors.items() if tensor.dtype != E4M3 and not n.endswith(made.suffix)]
+    kept = [name.removesuffix(".weight") for name in kept]
+    assert {"model.layers.0.linear_attn.A_log", "mtp.layers.0.mlp.gate", "model.layers.3.self_attn.q_norm"} <= set(kept)
+    made.quantization["modules_to_not_convert"] = kept  # type: ignore[index]
+    assert kinds(open_checkpoint(made.write(tmp_path / "x")).audit()) == kinds(open_checkpoint(
+        make("qwen3-next").write(tmp_path / "y")).audit()) == {"n:tensor-parallel"}  # fmt: skip
+    made = make("mimo-v2")
+    made.quantization["modules_to_not_convert"] = ["gate", "eh_proj", "lm_head", "embed_tokens"]  # type: ignore[index]
+    assert not open_checkpoint(made.write(tmp_path / "z")).audit().at_least("error")
+
+
+def test_the_heads_part_of_a_list_left_out(tmp_path: Path) -> None:
+    """As MiMo-V2-Flash: o_proj stays BF16 everywhere, and the list names the target's alone."""
+    made = make("mimo-v2")
+    for name in [name for name in made.tensors if name.endswith("o_proj.weight")]:
+        module = name.removesuffix(".weight")
+        del made.tensors[module + made.suffix]
+        made.tensors[name] = made.tensors[name].bfloat16()
+        if ".mtp." not in module:
+            made.quantization["modules_to_not_convert"].append(module)  # type: ignore[index]
+    (finding,) = (f for f in open_checkpoint(made.write(tmp_path)).audit().findings if f.severity == "error")
+    assert finding.kind == "unlisted-plain" and "draft head" in finding.message
+    assert finding.tensors == tuple(f"model.mtp.layers.{i}.self_attn.o_proj" for i in range(3))
 
 
 def bundled(folder: Path, **changed: torch.Tensor) -> Path:
@@ -123,7 +153,7 @@ def test_a_planted_checkpoint_keeps_its_clean_audit(tmp_path: Path) -> None:
 LOST = {
     "the head": (["mtp."], {"lost-draft": "error", "changed-config": "warning"}, 15),
     "a head's tensor": (["mtp.layers.0.self_attn.k_proj"], {"lost-draft": "error"}, 1),
-    "a layer": (["model.layers.2."], {"lost-target": "error"}, 12),
+    "a layer": (["model.layers.2."], {"lost-target": "error"}, 14),
     "an expert": (["model.layers.1.mlp.experts.2.up_proj"], {"lost-target": "error"}, 1),
 }
 

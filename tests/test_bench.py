@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from mtplab import load_model, open_checkpoint
-from mtplab.bench import speed
+from mtplab.bench import converting, speed
 from mtplab.bench.__main__ import decoding_table, main, products_table
 from mtplab.bench.peer import load_transformers
 from mtplab.bench.products import ROWS, products
@@ -105,3 +105,18 @@ def test_products_of_a_pass(bundled):
     assert [x.rows for x in lines] == list(ROWS)
     assert not any(x.differ[kind] for x in lines for kind in ("oneDNN", "FBGEMM FP16")), "rows depend on their number"
     assert "FBGEMM FP16" in products_table(lines)
+
+
+@pytest.mark.slow
+def test_conversion_is_measured(tmp_path, monkeypatch, capsys):
+    """A row for each case, of a checkpoint small enough for a test; its speed is nobody's."""
+    monkeypatch.setattr(converting, "HIDDEN", 256)
+    monkeypatch.setattr(converting, "INNER", 512)
+    monkeypatch.setattr(converting, "LAYERS", 2)
+    cases = {name: converting.CASES[name] for name in ("fp8-block", "bf16, of fp8-block")}
+    monkeypatch.setattr(converting, "CASES", cases)
+    assert main(["convert", "--rounds", "1", "--work", str(tmp_path)]) == 0
+    rows = capsys.readouterr().out.splitlines()
+    assert [row.split("  ")[0] for row in rows[1:3]] == ["fp8-block", "bf16, of fp8-block"]
+    assert all(float(row.split()[-5]) >= 0 for row in rows[1:3]) and "MB" in rows[1]
+    assert list(tmp_path.iterdir()) == []

@@ -166,7 +166,7 @@ def test_a_tensor_in_two_shards_is_refused(tmp_path: Path, indexed: bool) -> Non
         ('{"weight_map": {}}', "weight_map"),
         ('{"weight_map": {"a": "x", "a": "y"}}', "twice"),
         ("[]", "object"),
-        ("<html>", "JSON"),
+        ("<html>", "HTML"),
         ("version https://git-lfs.github.com/spec/v1\n", "git lfs pull"),
     ],
 )

@@ -12,8 +12,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from mtplab.checkpoint import SafetensorsWriter, open_checkpoint, write_safetensors
+from mtplab.checkpoint.convert import quantize_checkpoint
 from mtplab.checkpoint.header import read_header
-from mtplab.convert import quantize_checkpoint
 from mtplab.errors import CheckpointError, ConfigError
 from mtplab.quant.block import quantize_block
 from tests.checkpoint_builders import qwen_fp8, qwen_tensors, write_checkpoint

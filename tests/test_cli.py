@@ -38,7 +38,7 @@ def command(repo):
     return run
 
 
-@pytest.mark.parametrize("name", [[], ["generate"], ["sweep"], ["report"]], ids=" ".join)
+@pytest.mark.parametrize("name", [[], ["generate"], ["sweep"], ["quantize"], ["report"]], ids=" ".join)
 def test_help_teaches(name, capsys):
     assert main([*name, "--help"]) == 0
     text = capsys.readouterr().out

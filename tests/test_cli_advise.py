@@ -45,7 +45,7 @@ def test_json_is_one_document(capsys):
 
 def test_it_needs_no_torch():
     words = ["advise", "--model", "Qwen3.5-27B", "--conditional", "0.8,0.7"]
-    code = f"import sys; from mtplab.cli import main; print(main({words!r}), *{{'torch', 'matplotlib'}} & set(sys.modules))"
+    code = f"import sys, mtplab.cli as c; print(c.main({words!r}), *{{'torch', 'matplotlib'}} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.stdout.splitlines()[-1] == "0", done.stderr
 

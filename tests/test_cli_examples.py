@@ -31,14 +31,14 @@ def up_to_the_work(repo, tmp_path, monkeypatch):
     monkeypatch.setattr(import_module("mtplab.study.sweep"), "PointStore", stop)
     monkeypatch.setattr("mtplab.models.load_model", stop)
     monkeypatch.setattr("papermill.execute_notebook", stop)
-    monkeypatch.setattr("mtplab.convert.quantize.Partial", stop)
+    monkeypatch.setattr("mtplab.checkpoint.convert.quantize.Partial", stop)
 
     def run(line: str, capsys) -> None:
         words = shlex.split(line.split(" > ")[0], comments=True)
         assert words[0] == "mtplab"
         code = main(words[1:])
         err = capsys.readouterr().err
-        done = words[1] in ("doctor", "advise") and code == 0  # which run nothing
+        done = words[1] in ("doctor", "audit", "advise") and code == 0  # which run nothing
         assert done or (code == 1 and "Reached" in err), f"{line}\n{err}"
 
     return run
@@ -46,7 +46,7 @@ def up_to_the_work(repo, tmp_path, monkeypatch):
 
 def test_every_example_in_the_help_is_accepted(up_to_the_work, capsys):
     examples = []
-    for name in ([], ["generate"], ["sweep"], ["quantize"], ["report"], ["doctor"], ["advise"]):
+    for name in ([], ["generate"], ["sweep"], ["audit"], ["quantize"], ["report"], ["doctor"], ["advise"]):
         main([*name, "--help"])
         lines = capsys.readouterr().out.splitlines()
         examples += [line.strip() for line in lines if line.startswith("    mtplab ")]

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from mtplab.checkpoint import Checkpoint, open_checkpoint
-from mtplab.convert import quantize_checkpoint
+from mtplab.checkpoint.convert import quantize_checkpoint
 from mtplab.errors import ConfigError
+from mtplab.quant.block import quantize_block
 from tests.checkpoint_builders import CHECKPOINTS, E4M3, FP8_CONFIG, LISTED, qwen_fp8, qwen_tensors, write_checkpoint
 
 DRAFT = "mtp.layers.0.self_attn.q_proj"
@@ -193,9 +194,44 @@ def test_what_is_not_the_text_model_is_copied_and_what_is_left_is_named(tmp_path
         assert same(made.read(name), source.read(name))
         assert name.removesuffix(".weight") in made.quantization.exclusions
     assert "model.language_model.layers.0.mlp.experts" in made.quantization.exclusions
-    assert "stacked experts stay" in written.warnings[0]
+    assert any("stacked experts stay" in warning for warning in written.warnings)
+    assert not [warning for warning in made.plan().warnings if "name no module" in warning]
     assert written.left == {} and written.files_left == ("modeling_x.py",)
     assert (tmp_path / "dst" / "chat_template.jinja").read_text() == "{{ x }}"
+
+
+def test_stacked_experts_of_a_known_family_become_single_ones(tmp_path: Path) -> None:
+    sizes = {"num_experts": 3, "moe_intermediate_size": 40, "hidden_size": 64}
+    group = "model.language_model.layers.0.mlp.experts"
+    tensors = {
+        f"{group}.gate_up_proj": torch.randn(3, 80, 64) * 0.02,
+        f"{group}.down_proj": torch.randn(3, 64, 40) * 0.02,
+        "model.language_model.layers.0.mlp.gate.weight": torch.randn(3, 64),
+        "mtp.layers.0.mlp.experts.gate_up_proj": torch.randn(3, 80, 64) * 0.02,
+        "mtp.layers.0.mlp.experts.down_proj": torch.randn(3, 64, 40) * 0.02,
+    }
+    text = {"model_type": "qwen3_5_moe_text", "num_hidden_layers": 1, "mtp_num_hidden_layers": 1, **sizes}
+    source = plain(tensors, tmp_path / "src", model_type="qwen3_5_moe", text_config=text)
+    written = quantize_checkpoint(source, tmp_path / "dst", draft="keep")
+    made = open_checkpoint(tmp_path / "dst")
+    parts = ("gate_proj", "up_proj", "down_proj")
+    assert fp8_of(tmp_path / "dst") == {f"{group}.{e}.{part}" for e in range(3) for part in parts}
+    assert "mtp.layers.0.mlp.experts.down_proj" in made.tensors and f"{group}.down_proj" not in made.tensors
+    assert "mtp.layers.0.mlp.experts" in made.quantization.exclusions
+    assert not [name for name in made.quantization.exclusions if name.startswith(group)]
+    for expert in range(3):
+        gate, up = tensors[f"{group}.gate_up_proj"][expert].bfloat16().chunk(2)
+        down = tensors[f"{group}.down_proj"][expert].bfloat16()
+        for part, weight in zip(parts, (gate, up, down), strict=True):
+            expected = quantize_block(weight.contiguous())
+            found = made.scaled(f"{group}.{expert}.{part}")
+            assert same(found.data, expected.data) and torch.equal(found.scale, expected.scale)
+    assert written.actions == {"to FP8": 9, "copied": 3} and made.plan().warnings == ()
+    # excluded, they stay stacked; and so do those of a family whose stacks may lie otherwise
+    quantize_checkpoint(source, tmp_path / "kept", exclude=["published", "*.experts.*"])
+    assert fp8_of(tmp_path / "kept") == set()
+    other = plain(tensors, tmp_path / "other", model_type="llama4", text_config={**text, "model_type": "llama4_text"})
+    assert "how this model's are stacked is not known" in quantize_checkpoint(other, tmp_path / "o").warnings[0]
 
 
 def test_tensors_outside_the_index_are_named(tmp_path: Path) -> None:
@@ -209,6 +245,40 @@ def test_tensors_outside_the_index_are_named(tmp_path: Path) -> None:
     assert made["weight_map"] == {k: v for k, v in index["weight_map"].items() if not k.endswith("_inv")}
     sizes = {name: info.nbytes for name, info in open_checkpoint(tmp_path / "dst").tensors.items()}
     assert made["metadata"]["total_size"] == sum(sizes.values())
+
+
+def test_blocks_at_the_edge_are_warned_of_where_readers_get_them_wrong(tmp_path: Path) -> None:
+    source = bf16(tmp_path / "src")  # 130x160, 160x130 and 256x160
+    said = quantize_checkpoint(source, tmp_path / "a").warnings
+    assert len(said) == 1 and said[0].startswith("3 weights are no multiple of 128x128 ('model.layers.0.mlp.")
+    assert "transformers takes a block to be shape over grid" in said[0]
+    assert "vLLM refuses" in quantize_checkpoint(source, tmp_path / "b", layout="modelopt").warnings[0]
+    assert quantize_checkpoint(source, tmp_path / "c", layout="compressed-tensors").warnings == ()
+    exclude = ["published", "*.down_proj"]
+    assert quantize_checkpoint(source, tmp_path / "d", block=(2, 32), exclude=exclude).warnings == ()
+
+
+def test_an_fp8_embedding_becomes_bf16_in_a_layout_of_linear_weights(tmp_path: Path) -> None:
+    tensors = qwen_tensors()
+    name = "model.embed_tokens.weight"
+    tensors[name] = (torch.randn(32, 160) * 60).to(E4M3)
+    tensors[f"{name}_scale_inv"] = torch.rand(1, 2) + 0.1
+    source = open_checkpoint(write_checkpoint(tmp_path / "src", tensors, FP8_CONFIG))
+    quantize_checkpoint(source.path, tmp_path / "dst", format="fp8-block", layout="compressed-tensors")
+    made = open_checkpoint(tmp_path / "dst")
+    assert same(made.read(name), source.dequantize(name).bfloat16())
+    assert "model.embed_tokens" in made.quantization.exclusions
+    # and stays what it is where the layout stays
+    quantize_checkpoint(source.path, tmp_path / "same", draft="bf16")
+    assert same(open_checkpoint(tmp_path / "same").read(name), source.read(name))
+
+
+def test_what_lies_beside_a_single_file_stays_there(tmp_path: Path) -> None:
+    (tmp_path / "bank.json").write_text("{}")
+    file = plain({"model.layers.0.mlp.up_proj.weight": torch.randn(4, 4)}, tmp_path / "src") / "model.safetensors"
+    file = file.rename(tmp_path / "lora.safetensors")
+    quantize_checkpoint(file, tmp_path / "dst", exclude={"published"})
+    assert sorted(path.name for path in (tmp_path / "dst").iterdir()) == ["config.json", "lora.safetensors"]
 
 
 def test_a_name_that_is_taken_is_refused(tmp_path: Path) -> None:

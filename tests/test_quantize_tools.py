@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from mtplab.checkpoint import open_checkpoint, write_safetensors
-from mtplab.checkpoint.lenses import View, look
-from mtplab.convert import quantize_checkpoint
+from mtplab.checkpoint.audit.engines import views_of
+from mtplab.checkpoint.convert import quantize_checkpoint
+from mtplab.checkpoint.lenses import look
 
 
 @pytest.fixture(scope="module")
@@ -92,12 +93,27 @@ def test_engines_agree_on_what_is_kept_out(
     source = bundled if wrapped else text_model
     quantize_checkpoint(source, tmp_path / "dst", format=format, layout=layout, draft=draft)
     made = open_checkpoint(tmp_path / "dst")
-    fp8 = {module.name for module in made.plan().modules if module.weight == "fp8"}
-    views = [View(m.name, m.kind, m.part, m.name in fp8, m.name in fp8) for m in made.plan().modules]
-    found = look(views, made.quantization.method, made.found.content, made.config)
+    found = look(views_of(made.plan().modules), made.quantization.method, made.found.content, made.config)
     # an engine that reads no file of the method reads none under any list
     readers = [item for item in found.looks if item.status == "judged"]
     readers = [item for item in readers if (item.engine, layout) != ("transformers", "modelopt")]
     assert {"vLLM", "TensorRT-LLM"} <= {item.engine for item in readers}
     for item in readers:
         assert item.worst == "right" and not item.disagreements, (item.engine, item.disagreements)
+
+
+@pytest.mark.parametrize(
+    ("format", "layout", "scales"),
+    [
+        ("fp8-block", "hf", "float"),
+        ("fp8-tensor", "hf", "ue8m0"),
+        ("fp8-channel", "compressed-tensors", "ue8m0"),
+        ("fp8-block", "modelopt", "float"),
+    ],
+)
+def test_an_audit_of_values_finds_nothing(
+    bundled: Path, tmp_path: Path, format: str, layout: str, scales: str
+) -> None:
+    quantize_checkpoint(bundled, tmp_path / "dst", format=format, layout=layout, scales=scales)
+    audit = open_checkpoint(tmp_path / "dst").audit(deep=True, source=bundled)
+    assert audit.at_least("warning") == [] and audit.deep

@@ -23,10 +23,8 @@ ROOMS: dict[str, set[str]] = {room: set(CHAIN[:place]) for place, room in enumer
 for _room in CHAIN[CHAIN.index("checkpoint") :]:
     ROOMS[_room].add("kernels")
 ROOMS["kernels"] = set()
-# beside the chain: writes checkpoints, runs none
-ROOMS["convert"] = {"errors", "config", "checkpoint", "quant", "kernels"}
 ROOMS["bench"] = ROOMS["report"] | {"kernels"}
-ROOMS["cli"] = set(CHAIN) | {"bench", "convert", "kernels"}
+ROOMS["cli"] = set(CHAIN) | {"bench", "kernels"}
 
 # what the command line and a bare `import mtplab` must not wait for
 HEAVY = ("torch", "triton", "transformers", "matplotlib", "IPython", "ipywidgets", "papermill")

@@ -24,7 +24,7 @@ sys.path.insert(0, str(HERE.parent.parent))
 from tokenizer import tokenizer_config  # noqa: E402
 
 from mtplab.checkpoint import write_safetensors  # noqa: E402
-from mtplab.convert import quantize_checkpoint  # noqa: E402
+from mtplab.checkpoint.convert import quantize_checkpoint  # noqa: E402
 
 GENERATION = {"eos_token_id": 0, "pad_token_id": 0, "do_sample": False}
 

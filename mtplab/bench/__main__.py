@@ -1,5 +1,5 @@
 """`python -m mtplab.bench speed`: the table of `make bench`. `… products`: matrix products of few rows on a CPU.
-`… kernels`: FP8 kernels on a GPU."""
+`… kernels`: FP8 kernels on a GPU. `… convert`: checkpoints written anew, GB a second and memory."""
 
 from __future__ import annotations
 
@@ -24,13 +24,15 @@ ROOT = Path(__file__).resolve().parents[2]
 def main(argv: list[str] | None = None) -> int:
     """Run a benchmark and print its table. Returns 0, or 2 for what cannot be run."""
     parser = argparse.ArgumentParser(prog="python -m mtplab.bench", description=__doc__)
-    parser.add_argument("what", choices=["speed", "products", "kernels"])
+    parser.add_argument("what", choices=["speed", "products", "kernels", "convert"])
     parser.add_argument("--data", type=Path, default=ROOT / "data", help="folder with the bundled checkpoints")
     parser.add_argument("--threads", type=positive, default=1)
     parser.add_argument("--tokens", type=positive, default=128)
     parser.add_argument("--rounds", type=positive, default=5)
     parser.add_argument("--prompts", type=positive, default=32)
     parser.add_argument("--max-depth", type=int, choices=range(17), metavar="0…16", default=5)
+    parser.add_argument("--gigabytes", type=positive, default=2, help="of the checkpoint that `convert` writes anew")
+    parser.add_argument("--work", type=Path, help="folder `convert` works in (a temporary one, three times the size)")
     parser.add_argument("--no-compile", action="store_true", help="leave torch.compile out (it takes minutes)")
     parser.add_argument("-o", "--output", "--json", type=Path, help="write the numbers as JSON too")
     args = parser.parse_args(argv)
@@ -40,6 +42,12 @@ def main(argv: list[str] | None = None) -> int:
         from mtplab.bench import kernels_report
 
         return kernels_report.run(args.output)
+    if args.what == "convert":
+        from mtplab.bench.converting import convert_report
+
+        print(convert_report(args.gigabytes, args.work, args.rounds))
+        print(f"{cpu_name()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}")
+        return 0
     torch.set_num_threads(args.threads)
     load_before = os.getloadavg()[0]
     if args.what == "products":

@@ -92,7 +92,8 @@ class Checkpoint:
     @cached_property
     def problems(self) -> tuple[Problem, ...]:
         """What the headers show to be wrong: errors make a tensor unusable, warnings do not."""
-        found = list(self._pairing.problems())
+        # a pattern that cannot be run comes first: what its modules are said to be follows from it
+        found = sorted(self._pairing.problems(), key=lambda problem: problem.kind != "pattern")
         if self.files.unindexed:
             names = list(self.files.unindexed)
             first = self.files.unindexed[names[0]]

@@ -6,14 +6,15 @@ Knows nothing of dtypes; what an exclusion does to a module is decided in `plan.
 
 from __future__ import annotations
 
+import contextlib
 import fnmatch
 import re
 from collections.abc import Iterable, Sequence
 
-from mtplab.checkpoint.bounded_regex import BoundedPatterns
+from mtplab.checkpoint.bounded_regex import FIRST_SECONDS, MODULE_SECONDS, BoundedPatterns
 from mtplab.checkpoint.names import nearest, normalised
 from mtplab.checkpoint.strict_json import shown
-from mtplab.errors import ConfigError
+from mtplab.errors import CheckpointError, ConfigError
 
 __all__ = ["PRESETS", "QWEN_PUBLISHED", "ListedModules", "UserPatterns", "parse_exclude"]
 
@@ -36,6 +37,8 @@ QWEN_PUBLISHED: tuple[str, ...] = (
     "*visual.*",
 )
 
+# a module lies at most so deep
+_DEPTHS = frozenset(range(1, 65))
 _LITERAL = re.compile(r"[\w.\-/]*", re.ASCII)
 
 
@@ -45,10 +48,12 @@ class ListedModules:
     An entry counts for a module it names in full, for what lies below it (`mtp`: `mtp.fc`), and as the end of
     its name at a dot (`in_proj_a`), which together is what the writers of HF `fp8` files mean by it; with
     other characters it is a regular expression from the start of the name to a dot or its end, as
-    transformers reads it.
+    transformers reads it; without `to_end`, to anywhere, as compressed-tensors does.
     """
 
-    def __init__(self, entries: Iterable[str], where: str) -> None:
+    def __init__(self, entries: Iterable[str], where: str, to_end: bool = True) -> None:
+        self._where = where
+        self._to_end = to_end
         self._literal: dict[str, str] = {}
         self._patterns: list[str] = []
         for entry in entries:
@@ -57,7 +62,9 @@ class ListedModules:
             else:
                 self._patterns.append(entry)
         self._literal.pop("", None)
-        self._bounded = BoundedPatterns(self._patterns, where, to_module_end=True)
+        # how many parts the entries have that can be part of a name: a name is cut at these only
+        self._depths = sorted({key.count(".") + 1 for key in self._literal} & _DEPTHS)
+        self._bounded = BoundedPatterns(self._patterns, where, to_module_end=to_end)
         self.matched: set[str] = set()
 
     def entry_for(self, module: str) -> str | None:
@@ -70,26 +77,48 @@ class ListedModules:
             return None
         name = normalised(module)
         entry = self._literal.get(name)
-        if entry is None:
+        if entry is None and self._literal:
             parts = name.split(".")
-            above = (".".join(parts[:i]) for i in range(len(parts) - 1, 0, -1))
-            ends = (".".join(parts[i:]) for i in range(1, len(parts)))
-            entry = next((self._literal[key] for key in (*ends, *above) if key in self._literal), None)
+            depths = [depth for depth in reversed(self._depths) if depth < len(parts)]  # the longest entry first
+            keys = (*(".".join(parts[-depth:]) for depth in depths), *(".".join(parts[:depth]) for depth in depths))
+            entry = next((self._literal[key] for key in keys if key in self._literal), None)
         if entry is None and self._patterns:
             entry = self._bounded.first(module, name)
         if entry is not None:
             self.matched.add(entry)
         return entry
 
+    @property
+    def has_patterns(self) -> bool:
+        """Whether an entry is a regular expression rather than a name."""
+        return bool(self._patterns)
+
     def unmatched(self, modules: Sequence[str]) -> list[str]:
         """Entries that cover none of `modules`: what they were to protect is not protected."""
         left = {key: entry for key, entry in self._literal.items() if entry not in self.matched}
         for module in modules if left else ():
-            parts = normalised(module).split(".")
-            for i in range(1, len(parts) + 1):
-                left.pop(".".join(parts[:i]), None)
-                left.pop(".".join(parts[i:]), None)
-        return [*left.values(), *(item for item in self._patterns if item not in self.matched)]
+            name = normalised(module)
+            parts = name.split(".")
+            left.pop(name, None)
+            for depth in self._depths:
+                left.pop(".".join(parts[:depth]), None)
+                left.pop(".".join(parts[-depth:]), None)
+        undecided = [item for item in self._patterns if item not in self.matched]
+        return [*left.values(), *self._idle_patterns(undecided, modules)]
+
+    def _idle_patterns(self, patterns: list[str], modules: Sequence[str]) -> list[str]:
+        """Of patterns that decided nothing, those that match nothing either; the others only came second.
+
+        Within the time that patterns have in all; what is left then is not reported.
+        """
+        seconds = FIRST_SECONDS / 2 + MODULE_SECONDS * len(modules)
+        bounded = BoundedPatterns(patterns, self._where, to_module_end=self._to_end, seconds=seconds)
+        idle: list[str] = []
+        with contextlib.suppress(CheckpointError):
+            for item in patterns:
+                if not any(bounded.matches(item, module, normalised(module)) for module in modules):
+                    idle.append(item)
+        return idle
 
 
 def parse_exclude(exclude: str | Sequence[str] | None, option: str = "exclude") -> tuple[str, ...] | None:

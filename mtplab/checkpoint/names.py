@@ -21,19 +21,22 @@ _ROOTS = (
     ("language_model.model.", "model."),
     ("language_model.lm_head", "lm_head"),
 )
+_WRAPPED = tuple(root for root, _ in _ROOTS)
 _PARAMETERS = ("weight", "bias")
 _DRAFT_ROOTS = ("mtp.", "model.mtp.", "model.mtp_layers.")  # Qwen3.5, MiMo-V2, MiMo-7B
 _VISION = ("model.visual.", "visual.")
 _LAYER = re.compile(r"(model|mtp)\.layers\.([0-9]{1,9})\.")
+_COMPARED = 500  # characters of names that may be told for neighbours
 _EMBEDDINGS = {"embed_tokens", "embed", "wte", "word_embeddings", "tok_embeddings", "embeddings"}
 _HEADS = {"lm_head", "head", "output"}
 
 
 def normalised(name: str) -> str:
     """The name under the text model's own root: `model.language_model.layers.0` becomes `model.layers.0`."""
-    for root, plain in _ROOTS:
-        if name.startswith(root):
-            return plain + name[len(root) :]
+    if name.startswith(_WRAPPED):  # few names are, and this is asked of every one, often
+        for root, plain in _ROOTS:
+            if name.startswith(root):
+                return plain + name[len(root) :]
     return name
 
 
@@ -114,7 +117,9 @@ def kind_of(module: str, dims: int) -> str:
 
 def nearest(name: str, names: Iterable[str], count: int = 3) -> list[str]:
     """Up to `count` of `names` that look most like `name`, best first; bounded work whatever their number."""
-    candidates = list(dict.fromkeys(names))
+    if len(name) > _COMPARED:
+        return []
+    candidates = list(dict.fromkeys(item for item in names if len(item) <= _COMPARED))
     if len(candidates) > 2000:
         words = set(re.findall(r"[A-Za-z]\w*", name))
         candidates.sort(key=lambda item: -len(words & set(re.findall(r"[A-Za-z]\w*", item))))

@@ -64,6 +64,7 @@ class Pairing:
         self._config = config
         self._pairs = fmt.pairs if fmt is not None else ()
         self._judged: dict[str, Pair | Problem] = {}
+        self._pattern_fault = ""
 
     def weight_names(self) -> dict[str, str]:
         """Name of a weight's values → name of its codes, where a format calls them differently (torchao)."""
@@ -75,13 +76,20 @@ class Pairing:
 
     def is_quantised(self, info: TensorInfo) -> bool:
         """Whether the tensor holds FP8 codes, which mean nothing without a scale."""
-        if self.is_scale(info.name):
+        return info.name in self._codes
+
+    @cached_property
+    def _codes(self) -> frozenset[str]:
+        return frozenset(info.name for info in self._tensors.values() if self._holds_codes(info))
+
+    def _holds_codes(self, info: TensorInfo) -> bool:
+        if info.name in self._scales:
             return False
         if info.dtype in _BYTES:
             scheme = self._scheme(info) if self._stem_scale(info.name) is not None else None
             mine = scheme is not None and not scheme.foreign
             return mine and not self._packs_two(info) and self._foreign_beside(info) is None
-        return info.dtype in FP8_DTYPES and not self._scales_packed(info.name)
+        return info.dtype in FP8_DTYPES and not (".weight_scale" in info.name and self._scales_packed(info.name))
 
     def is_scale(self, name: str) -> bool:
         """Whether the tensor is a scale of a weight, whether or not that weight is there."""
@@ -112,7 +120,7 @@ class Pairing:
             if info.name.endswith(suffix):
                 return what
         stem = info.name.removesuffix(".weight")
-        if stem == info.name or not info.shape or self.is_quantised(info):
+        if stem == info.name or not info.shape or self._holds_codes(info):
             return None
         what = self._foreign_beside(info)
         own = self._stem_scale(info.name)
@@ -172,7 +180,8 @@ class Pairing:
                 seen_codes = True
                 found = self._verdict(info)
                 if isinstance(found, Problem):
-                    yield found
+                    if found.kind != "pattern":
+                        yield found
                 elif found.dtype != info.dtype:
                     yield Problem(
                         "warning", "bytes-as-integers", info.name,
@@ -184,6 +193,8 @@ class Pairing:
                 yield from self._scale_fault(info)
             else:
                 yield from self._other_codes(info)
+        if self._pattern_fault:
+            yield Problem("error", "pattern", "", self._pattern_fault)
         if self._config is not None and not seen_codes:
             dtypes = ", ".join(sorted({info.dtype for info in self._tensors.values()}))
             yield Problem(
@@ -201,10 +212,14 @@ class Pairing:
         return None
 
     def _scheme(self, info: TensorInfo) -> Scheme | None:
-        if self._config is None:
+        if self._config is None or self._pattern_fault:
             return None
         name = self._values_name(info.name)
-        return self._config.scheme_of(module_of(name))
+        try:
+            return self._config.scheme_of(module_of(name))
+        except CheckpointError as error:
+            self._pattern_fault = str(error)  # a pattern that cannot be run: of no module is known what it is given
+            return None
 
     def _values_name(self, codes: str) -> str:
         suffix = self._pairs[0][0] if self._pairs else ""
@@ -247,8 +262,8 @@ class Pairing:
                 f"with{self._scale_like(info.name, '; the file has ')}.",
             )  # fmt: skip
         own = self._stem_scale(info.name)
-        named = any(codes and info.name.endswith(codes) for codes, _ in self._pairs)
-        if len(info.shape) not in (2, 3) or not (named or own is not None):
+        named = own is not None or any(codes and info.name.endswith(codes) for codes, _ in self._pairs)
+        if len(info.shape) not in (2, 3) or not named:
             suffix = self._pairs[0][0]
             return _error(
                 "unknown-layout", info,
@@ -256,6 +271,8 @@ class Pairing:
                 f"scale beside them ({self._format.name}){self._scale_like(info.name, '; the file has ')}.",
             )  # fmt: skip
         scheme = self._scheme(info)
+        if self._pattern_fault:
+            return Problem("error", "pattern", info.name, self._pattern_fault)
         if scheme is None or scheme.foreign:
             given = scheme.foreign if scheme is not None else "no weight scheme"
             return _error(

@@ -170,9 +170,14 @@ def _group(tensors: Mapping[str, TensorInfo], pairing: Pairing) -> dict[str, lis
     return grouped
 
 
-def _natural(name: str) -> list[tuple[int, str]]:
-    """Sort key under which layer 2 stands before layer 10."""
-    return [(int(piece), "") if piece.isdecimal() else (-1, piece) for piece in re.split(r"([0-9]{1,18})", name)]
+_NUMBERS = re.compile(r"([0-9]{1,18})")
+
+
+def _natural(name: str) -> list[Any]:
+    """Sort key under which layer 2 stands before layer 10: text and numbers by turns."""
+    pieces: list[Any] = _NUMBERS.split(name)
+    pieces[1::2] = map(int, pieces[1::2])
+    return pieces
 
 
 class _Decision:
@@ -186,7 +191,8 @@ class _Decision:
         self._asked_in_vain = model_format == "fp8" and quantization is not None
         listed = quantization.exclusions if quantization is not None else ()
         self._where = quantization.where if quantization is not None else ""
-        self._listed = ListedModules(listed, self._where)
+        to_end = quantization is None or quantization.exclusions_to_end
+        self._listed = ListedModules(listed, self._where, to_end)
         self._listed_as_fp8: list[str] = []
         self._key = quantization.exclusions_key if quantization is not None else ""
 

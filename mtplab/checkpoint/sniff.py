@@ -23,8 +23,11 @@ _STARTS: tuple[tuple[bytes, str, str], ...] = (
 )
 
 
-def foreign_kind(head: bytes) -> tuple[str, str] | None:
-    """(what the file is, what to do) by its first bytes, or None where nothing known is recognised."""
+def foreign_kind(head: bytes, json_too: bool = True) -> tuple[str, str] | None:
+    """(what the file is, what to do) by its first bytes, or None where nothing known is recognised.
+
+    `json_too`: JSON is foreign as well.
+    """
     for start, what, remedy in _STARTS:
         if head.startswith(start):
             return what, remedy
@@ -33,7 +36,7 @@ def foreign_kind(head: bytes) -> tuple[str, str] | None:
         return "an HTML or XML page", _AGAIN
     if len(head) > 2 and head[0] == 0x80 and 2 <= head[1] <= 5 and head[2:3] in b"c}](\x95\x8a\x8c":
         return "a Python pickle", _CONVERT
-    if text.startswith((b'{"', b"{ ", b"{\n", b"{\r")):
+    if json_too and text.startswith((b'{"', b"{ ", b"{\n", b"{\r")):
         return (
             "JSON text",
             "Is this an error reply, or an index, saved under the shard's name? Download it again.",

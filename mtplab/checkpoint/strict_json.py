@@ -12,6 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from mtplab.checkpoint.sniff import SNIFF_BYTES, foreign_kind
 from mtplab.errors import CheckpointError
 
 __all__ = ["load_object", "open_regular", "read_json_object", "shown"]
@@ -19,6 +20,7 @@ __all__ = ["load_object", "open_regular", "read_json_object", "shown"]
 # the largest config.json or index seen is a few MB; a header may reach 100 MB, the bound safetensors itself
 # sets
 MAX_JSON_BYTES = 100_000_000
+_MARKS = {b"\xef\xbb\xbf": "UTF-8", b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16"}
 
 
 def shown(name: object, limit: int = 160) -> str:
@@ -78,6 +80,14 @@ def load_object(data: bytes, where: str) -> dict[str, Any]:
             )
         return found
 
+    if not data.strip():
+        raise CheckpointError(f"{where}: expected JSON, found {'blanks' if data else 'nothing: the file is empty'}.")
+    for mark, encoding in _MARKS.items():
+        if data.startswith(mark):
+            raise CheckpointError(
+                f"{where}: begins with a byte-order mark ({encoding}), expected plain UTF-8: other readers stop there. "
+                "Save the file as UTF-8 without a mark."
+            )
     try:
         value = json.loads(data.decode("utf-8"), object_pairs_hook=unique)
     except UnicodeDecodeError as error:
@@ -100,6 +110,7 @@ def read_json_object(path: Path, what: str) -> dict[str, Any]:
         if size > MAX_JSON_BYTES:
             raise CheckpointError(f"{path}: expected {what} of at most {MAX_JSON_BYTES} bytes, found {size}.")
         data = file.read(MAX_JSON_BYTES + 1)
-    if data.startswith(b"version https://git-lfs"):
-        raise CheckpointError(f"{path}: expected {what}, found a Git LFS pointer. Run `git lfs pull`.")
+    foreign = foreign_kind(data[:SNIFF_BYTES], json_too=False)
+    if foreign is not None:
+        raise CheckpointError(f"{path}: expected {what}, found {foreign[0]}. {foreign[1]}")
     return load_object(data, f"{path} ({what})")

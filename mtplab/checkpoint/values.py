@@ -1,7 +1,8 @@
 """A tensor's values out of its file: raw, as codes with their scale, or as float32.
 
-The only module of this room that needs torch. Knows where bytes lie and what a checked pair of weight and
-scale is; nothing of formats or names. FP8 codes are [n, k] or stacked experts [e, n, k]; a block is given by axis.
+Beside `convert/`, the only module of this room that needs torch. Knows where bytes lie and what a checked pair of
+weight and scale is; nothing of formats or names. FP8 codes are [n, k] or stacked experts [e, n, k]; a block is given by
+axis.
 """
 
 from __future__ import annotations
@@ -160,30 +161,35 @@ def plain_bands(info: TensorInfo) -> Iterator[tuple[int, int, torch.Tensor]]:
     dtype = _torch_dtype(info)
     if dtype.is_complex:
         raise CheckpointError(f"{_where(info)} is complex: expected real values.")
-    step = max(1, min(_BAND_BYTES // max(1, k), total))
+    step = _rows_at_a_time(total, k)
     width = info.nbytes // max(1, total * k)
-    raw = torch.empty(step * k * width, dtype=torch.uint8)
+    raw, own = torch.empty(step * k * width, dtype=torch.uint8), torch.empty(step, k)
     with _File(info.file) as file:
         file.seek_to(info)
-        for start in range(0, total, step) if k else ():
+        for start in range(0, total, step) if step and k else ():
             stop = min(total, start + step)
             part = raw[: (stop - start) * k * width]
             file.fill(part, info)
-            yield start, stop, part.view(dtype).view(-1, k).float()
+            yield start, stop, own[: stop - start].copy_(part.view(dtype).view(-1, k))
+
+
+def _rows_at_a_time(total: int, k: int) -> int:
+    """How many of `total` rows of k values make a band; 0 where there are none, however wide they claim to be."""
+    return min(total, max(1, _BAND_BYTES // max(1, k)))
 
 
 def _bands(pair: Pair, out: torch.Tensor | None) -> Iterator[tuple[int, int, torch.Tensor]]:
     info = pair.codes
     *lead, k = info.shape
     total = math.prod(lead)
-    step = max(1, min(_BAND_BYTES // max(1, k), total))
+    step = _rows_at_a_time(total, k)
     band = torch.empty(step * k, dtype=torch.uint8)
     own = torch.empty(step, k) if out is None else None
     with _File(info.file) as file:
         beside = pair.scale.file == info.file  # as in most exports: a file is opened once for the pair
         scale = _scale(file.tensor(pair.scale) if beside else read_tensor(pair.scale), pair)
         file.seek_to(info)
-        for start in range(0, total, step):
+        for start in range(0, total, step) if step else ():
             stop = min(total, start + step)
             raw = band[: (stop - start) * k]
             file.fill(raw, info)

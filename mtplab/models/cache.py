@@ -49,7 +49,7 @@ class KVCache:
         plain = self.codes.dtype == dtype and policy.meta == 0
         self.values: Tensor | None = self.codes if plain else None
         if not plain and not kernels:
-            self.values = self._empty_values()
+            self.values = self.empty_values()
 
     @property
     def capacity(self) -> int:
@@ -78,14 +78,15 @@ class KVCache:
         """Have a copy as read back beside empty codes, as long as this lasts, where there is none of its own."""
         own = self.values is not None
         if not own:
-            self.values = self._empty_values()
+            self.values = self.empty_values()
         try:
             yield
         finally:
             if not own:
                 self.values = None
 
-    def _empty_values(self) -> Tensor:
+    def empty_values(self) -> Tensor:
+        """Memory for every slot as read back [2, b, h_kv, capacity, d]."""
         return torch.zeros(*self.codes.shape[:4], self.head_dim, dtype=self.dtype, device=self.codes.device)
 
     def select(self, rows: Tensor) -> None:

@@ -16,7 +16,7 @@ from mtplab.checkpoint.audit.sizes import bytes_by_part, part_shown
 from mtplab.checkpoint.audit.subject import Subject
 from mtplab.checkpoint.lenses import Looks
 from mtplab.checkpoint.plan import ModulePlan, Plan
-from mtplab.errors import ConfigError
+from mtplab.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
     from mtplab.checkpoint.checkpoint import Checkpoint
@@ -105,6 +105,27 @@ class Audit:
         return as_html(self)
 
 
+def _readable(ckpt: Checkpoint) -> tuple[Subject, list[Finding]]:
+    """The subject, and what is wrong with entries of its exclusion list that cannot be run: it is audited without."""
+    subject = Subject(ckpt)
+    try:
+        subject.plan  # noqa: B018 - asks the list about every module
+        return subject, []
+    except CheckpointError:
+        bad = subject.bad_patterns()
+        if not bad:
+            raise
+    names = tuple(entry for entry, _ in bad)
+    more = f" ({len(bad) - 1} more entries are wrong.)" if len(bad) > 1 else ""
+    finding = Finding(
+        "error", "bad-pattern", bad[0][1] + more, names,
+        "Engines refuse such a list, take the entry for a name, or never match it.", "Correct or remove the entry.",
+    )  # fmt: skip
+    assert ckpt.quantization is not None
+    kept = [entry for entry in ckpt.quantization.exclusions if entry not in names]
+    return Subject(ckpt.with_exclusions(kept)), [finding]
+
+
 class _Reading:
     """Counts bytes read for a progress bar; the bar's end is what all of `subjects` hold."""
 
@@ -126,9 +147,9 @@ def examine(
     source: Checkpoint | None = None,
 ) -> Audit:
     """Audit an opened checkpoint; as `Checkpoint.audit`. Without `deep` nothing but headers is read."""
-    subject = Subject(ckpt)
+    subject, bad = _readable(ckpt)
     origin = Subject(source) if source is not None else None
-    found = [finding for check in _CHECKS for finding in check(subject)]
+    found = [*bad, *(finding for check in _CHECKS for finding in check(subject))]
     if origin is not None:
         found += compare(subject, origin)
     if deep:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
+from mtplab.checkpoint.audit.checks_lists import ALWAYS_PLAIN, PLAIN
 from mtplab.checkpoint.audit.finding import Finding, listed
 from mtplab.checkpoint.audit.subject import Subject
 from mtplab.checkpoint.names import draft_prefixes, normalised, part_of
@@ -161,16 +162,17 @@ def _numbering(subject: Subject) -> Iterator[Finding]:
         return
     behind = re.compile(r"(?:model|mtp)\.layers\.([0-9]{1,4})(?:\.|$)")
     on_disk = tuple(f"{name}." for name in head.modules)
-    other, plain = [], []
+    other = []
     for entry in subject.quantization.exclusions:
         at = behind.match(normalised(entry))
         if at is None:
             continue
-        if int(at[1]) >= count:
-            if not any(name.startswith(at[0].rstrip(".") + ".") for name in on_disk):
-                other.append(entry)
-        elif entry.startswith("mtp.layers."):
-            plain.append(entry)
+        if int(at[1]) >= count and not any(name.startswith(at[0].rstrip(".") + ".") for name in on_disk):
+            other.append(entry)
+    # norms and gates are built in high precision whatever a list says
+    kept = [m.name for m in subject.linears if m.part == "draft" and m.weight in PLAIN]
+    covering = (subject.entry_of.get(name, "") for name in kept if not ALWAYS_PLAIN.search(name))
+    plain = list(dict.fromkeys(entry for entry in covering if entry.startswith("mtp.layers.")))
     if other:
         yield Finding(
             "warning", "draft-numbering",

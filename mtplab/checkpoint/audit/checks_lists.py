@@ -10,14 +10,14 @@ from mtplab.checkpoint.audit.subject import Subject
 from mtplab.checkpoint.names import nearest, normalised
 from mtplab.checkpoint.strict_json import shown
 
-__all__ = ["CHECKS"]
+__all__ = ["ALWAYS_PLAIN", "CHECKS", "FUSED", "PLAIN"]
 
 # linear modules that every engine builds in high precision whatever a list says, since no release ever quantised them
-_ALWAYS_PLAIN = re.compile(
+ALWAYS_PLAIN = re.compile(
     r"(^|\.)(lm_head|head|embed_tokens|output|gate|router|eh_proj|shared_expert_gate|weights_proj|indexers_proj|"
     r"e_score_correction_bias)$"
 )
-_PLAIN = ("bf16", "f16", "f32")
+PLAIN = ("bf16", "f16", "f32")
 
 
 def _unlisted(subject: Subject) -> Iterator[Finding]:
@@ -28,9 +28,9 @@ def _unlisted(subject: Subject) -> Iterator[Finding]:
     found = [
         module
         for module in subject.linears
-        if module.weight in _PLAIN
+        if module.weight in PLAIN
         and module.name not in subject.entry_of
-        and not _ALWAYS_PLAIN.search(module.name)
+        and not ALWAYS_PLAIN.search(module.name)
         and (scheme := scheme_of(module.name)) is not None
         and not scheme.foreign
     ]
@@ -137,7 +137,7 @@ def _other_root(subject: Subject) -> Iterator[Finding]:
 def _split_draft(subject: Subject) -> Iterator[Finding]:
     """A list that names some of the head's high-precision modules, and not its siblings."""
     draft = [
-        m for m in subject.linears if m.part == "draft" and m.weight in _PLAIN and not _ALWAYS_PLAIN.search(m.name)
+        m for m in subject.linears if m.part == "draft" and m.weight in PLAIN and not ALWAYS_PLAIN.search(m.name)
     ]
     named = [module.name for module in draft if module.name in subject.entry_of]
     others = [module.name for module in draft if module.name not in subject.entry_of]
@@ -157,7 +157,7 @@ def _fused(subject: Subject) -> Iterator[Finding]:
     by_layer: dict[str, dict[str, str]] = {}
     for module in subject.linears:
         parent, _, last = module.name.rpartition(".")
-        if module.weight == "fp8" or module.weight in _PLAIN:  # what cannot be used is told elsewhere
+        if module.weight == "fp8" or module.weight in PLAIN:  # what cannot be used is told elsewhere
             by_layer.setdefault(parent, {})[last] = module.weight
     split: dict[tuple[str, ...], list[str]] = {}
     for parent, weights in by_layer.items():

@@ -125,8 +125,11 @@ def _kv(subject: Subject) -> Iterator[Finding]:
         )  # fmt: skip
 
 
-# every rank holds all of these: what joins the head's inputs, small gates, and the down projections of MLA
-_WHOLE = ("fc", "eh_proj", "in_proj_a", "in_proj_b", "kv_a_proj_with_mqa", "q_a_proj", "wq_a", "wkv")
+# kept whole on every rank, or, as keys and values, repeated where there are more ranks than heads
+_WHOLE = (
+    "fc", "eh_proj", "e_proj", "h_proj", "input_proj", "in_proj_a", "in_proj_b", "k_proj", "v_proj", "wkv",
+    "q_a_proj", "kv_a_proj_with_mqa", "wq_a", "wk", "weights_proj", "gate",
+)  # fmt: skip
 
 
 def _tensor_parallel(subject: Subject) -> Iterator[Finding]:
@@ -139,7 +142,7 @@ def _tensor_parallel(subject: Subject) -> Iterator[Finding]:
         if bm in (1, module.shape[0]):
             continue
         last = module.name.rpartition(".")[2]
-        rows_split = last not in ("o_proj", "down_proj", "out_proj", "w2", "wo_b", "fc", "eh_proj")
+        rows_split = last not in ("o_proj", "down_proj", "out_proj", "w2", "wo_b")
         size, block = (module.shape[0], bm) if rows_split else (module.shape[1], bn)
         if last in _WHOLE or size < block:
             continue

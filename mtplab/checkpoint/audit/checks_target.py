@@ -54,10 +54,11 @@ def _modules(subject: Subject) -> Iterator[Finding]:
         for owner in owners if generic.endswith("experts.*") else ():
             group, _, number = owner.rpartition(".")
             by_group.setdefault(group, []).append(number)
-    most = max(map(len, by_group.values()), default=0)
+    # the router has a row for each expert; pruned models have other numbers of them from layer to layer
+    rows = {m.name: m.shape[0] for m in subject.modules if m.name.endswith(".gate") and len(m.shape) == 2}
     for group, numbers in by_group.items():
-        if len(numbers) < most:
-            missing += [f"{group}.{i}" for i in range(most) if str(i) not in numbers]
+        wanted = rows.get(group.removesuffix("experts") + "gate", 0)
+        missing += [f"{group}.{i}" for i in range(wanted) if str(i) not in numbers]
     if missing:
         yield Finding(
             "error", "missing-modules",

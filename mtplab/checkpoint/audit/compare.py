@@ -144,13 +144,15 @@ def values_findings(
 
 def _distance(subject: Subject, source: Subject, module: ModulePlan, original: ModulePlan) -> float | None:
     """rms of the difference over the original's rms; None where values cannot be read (which is said elsewhere)."""
+    import torch
+
     apart = size = 0.0
     try:
         for (_, _, band), (_, _, before) in zip(
             subject.ckpt.bands(module.name), source.ckpt.bands(original.name), strict=True
         ):
-            apart += float((band - before).square().sum())
-            size += float(before.square().sum())
+            apart += float(torch.dist(band, before)) ** 2
+            size += float(torch.linalg.vector_norm(before)) ** 2
     except CheckpointError:
         return None
     return (apart / size) ** 0.5 if size else (float("inf") if apart else 0.0)

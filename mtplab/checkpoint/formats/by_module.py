@@ -44,7 +44,7 @@ class ByModule:
         found = self._names.get(name)
         if found is None and self._below:
             above = name
-            while found is None and "." in above:
+            while found is None and "." in above:  # at most header.MAX_NAME times
                 above = above.rpartition(".")[0]
                 found = self._names.get(above)
         if found is None and self._patterns:

@@ -17,12 +17,12 @@ from typing import Any
 import torch
 
 from mtplab.checkpoint import SafetensorsWriter
+from mtplab.checkpoint.convert.encode import block_amax, encode, scales_of, scratch
+from mtplab.checkpoint.convert.layouts import grid_of
+from mtplab.checkpoint.convert.pieces import CARRY, COPY, DECODE, Piece
+from mtplab.checkpoint.convert.rows import Shard, matrix
 from mtplab.checkpoint.strict_json import shown
 from mtplab.checkpoint.values import read_scale
-from mtplab.convert.encode import block_amax, encode, scales_of, scratch
-from mtplab.convert.layouts import grid_of
-from mtplab.convert.pieces import CARRY, COPY, DECODE, Piece
-from mtplab.convert.rows import Shard, matrix
 from mtplab.errors import CheckpointError
 
 __all__ = ["Pool", "pool", "write_shard"]
@@ -115,6 +115,13 @@ class _Run:
             yield from self._bytes()
             if piece.action == CARRY:
                 assert piece.scale is not None and self.stored_scale is not None
+                if self.power_of_two and not bool((self.stored_scale.frexp().mantissa == 0.5).all()):
+                    assert piece.pair is not None
+                    scale = piece.pair.scale
+                    raise CheckpointError(
+                        f"{scale.file}: tensor {shown(scale.name)} holds other scales than powers of two, which the "
+                        "config promises (scale_fmt 'ue8m0'). Write it with float scales, or correct the config."
+                    )
                 self.file.put(piece.scale.name, self.stored_scale.reshape(piece.scale.shape))
         elif piece.action == DECODE:
             for start, stop in self._bands(1):

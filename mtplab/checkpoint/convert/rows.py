@@ -16,10 +16,10 @@ from typing import Self
 import torch
 
 from mtplab.checkpoint import TensorInfo
+from mtplab.checkpoint.convert.encode import scratch
 from mtplab.checkpoint.pairing import Pair
 from mtplab.checkpoint.strict_json import open_regular, shown
 from mtplab.checkpoint.values import TORCH_DTYPES, row_scales
-from mtplab.convert.encode import scratch
 from mtplab.errors import CheckpointError
 from mtplab.kernels.fp8_reference import dequantize_block, has_nan_codes
 

@@ -11,13 +11,24 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mtplab.checkpoint import Checkpoint, ModulePlan, Plan, TensorInfo
+from mtplab.checkpoint.convert.experts import single_experts
+from mtplab.checkpoint.convert.layouts import Recipe, layouts
+from mtplab.checkpoint.convert.pieces import (
+    Piece,
+    Pieces,
+    can_carry,
+    carried,
+    copied,
+    decoded,
+    encoded,
+    is_fp8,
+    keeps_scale,
+)
 from mtplab.checkpoint.exclusions import QWEN_PUBLISHED, UserPatterns, parse_exclude
 from mtplab.checkpoint.lenses import View, recommended_exclusions
 from mtplab.checkpoint.names import draft_prefixes, module_of, normalised, part_of
 from mtplab.checkpoint.pairing import Pair
 from mtplab.checkpoint.strict_json import shown
-from mtplab.convert.layouts import Recipe, layouts
-from mtplab.convert.pieces import Piece, Pieces, can_carry, carried, copied, decoded, encoded, is_fp8, keeps_scale
 from mtplab.errors import ConfigError
 
 __all__ = ["DRAFTS", "Decision", "Wish", "decide"]
@@ -33,11 +44,10 @@ _NOT_TEXT = ("*visual.*", "*vision_*", "*audio_*", "*_projector.*", "*projector.
 
 @dataclass
 class Decision:
-    """What is to be written. `kept`: names to list as not FP8, under which engines agree; `fp8`: modules that are."""
+    """What is to be written. `kept`: names to list as not FP8, under which engines agree."""
 
     pieces: Pieces
     kept: list[str]
-    fp8: list[str]
     to_bf16: list[str]  # names to add to a list that stays: of those that were FP8 in the source
     warnings: list[str]
 
@@ -90,7 +100,8 @@ class _Decider:
         for name, info in self.source.tensors.items():
             role = self.source.role(name)
             if role == "parameter":
-                self.add(self.parameter(info))
+                for piece in self.apart(info) or [self.parameter(info)]:
+                    self.add(piece)
         self.in_use = {p.pair.scale.name for p in self.found.pieces if p.pair is not None and keeps_scale(p)}
         self.of_codes = {self.module_name(p.source): p for p in self.found.pieces if p.pair is not None}
         for name, info in self.source.tensors.items():
@@ -103,8 +114,9 @@ class _Decider:
         self.found.merged -= self.in_use
         recipe, quantization = self.wish.recipe, self.source.quantization
         method = layouts()[recipe.layout].method if recipe else quantization.method if quantization else "fp8"
-        kept, fp8 = self.names(method)
-        return Decision(self.found, kept, fp8, self.newly_kept(method), self.warnings)
+        if recipe is not None:
+            self.warn_of_ragged(recipe)
+        return Decision(self.found, self.names(method), self.newly_kept(method), self.warnings)
 
     def module_name(self, info: TensorInfo) -> str:
         return module_of(self.source.values_name(info.name))
@@ -128,6 +140,17 @@ class _Decider:
         if module is not None and self.is_weight(info, module) and self.to_be_quantised(name, module):
             return encoded(info, None, name, self.recipe_for(name))
         return copied(info)
+
+    def apart(self, info: TensorInfo) -> list[Piece]:
+        """A plain stack of experts as the FP8 weights of single ones, where it is to be quantised and can be."""
+        recipe, draft = self.wish.recipe, self.is_draft(info.name)
+        how = self.wish.draft if draft else "like-target"
+        module = self.by_module.get(info.name)
+        if not self.plain or recipe is None or info.dtype not in _PLAIN or module is None or module.part == "unused":
+            return []
+        if how in ("keep", "bf16") or self.user[draft].own_pattern(info.name) is not None:
+            return []
+        return [encoded(one, None, name, recipe) for name, one in single_experts(info, self.source.config)]
 
     @staticmethod
     def is_weight(info: TensorInfo, module: ModulePlan) -> bool:
@@ -175,6 +198,9 @@ class _Decider:
         recipe = self.wish.recipe
         if recipe is None:
             return self.as_stored(name, pair)
+        module = self.by_module.get(name)
+        if len(pair.codes.shape) == 2 and (module is None or module.kind != "linear"):
+            return decoded(pair, values)  # an embedding, say: the layouts written here are of linear weights
         if can_carry(pair, recipe, self.power_of_two):
             return carried(pair, name, recipe)
         if len(pair.codes.shape) != 2:
@@ -235,10 +261,9 @@ class _Decider:
             for module in self.plan.modules
         ]
 
-    def names(self, method: str) -> tuple[list[str], list[str]]:
-        """(names to list as kept out of FP8, modules that are FP8)."""
-        fp8 = [self.module_name(piece.source) for piece in self.found.pieces if is_fp8(piece.outputs)]
-        quantised = set(fp8)
+    def names(self, method: str) -> list[str]:
+        """Names to list as kept out of FP8."""
+        quantised = {self.module_name(piece.source) for piece in self.found.pieces if is_fp8(piece.outputs)}
         kept = recommended_exclusions(self.views(quantised), method)
         stacked = 0
         for module in self.plan.modules:
@@ -252,9 +277,32 @@ class _Decider:
                 kept += [module.name, module.name.rpartition(".")[0]]
         if stacked and self.wish.recipe is not None:
             self.warnings.append(
-                f"stacked experts stay as they are stored ({stacked / 1e9:.2f} GB): FP8 layouts hold experts one by one"
+                f"stacked experts stay as they are stored ({stacked / 1e9:.2f} GB): FP8 layouts hold experts one by "
+                "one, and how this model's are stacked is not known"
             )
-        return list(dict.fromkeys(kept)), fp8
+        return list(dict.fromkeys(kept))
+
+    def warn_of_ragged(self, recipe: Recipe) -> None:
+        """Readers that do not take a block at the edge for what it is."""
+        readers = {
+            "hf": "transformers takes a block to be shape over grid, and reads them wrong or not at all",
+            "modelopt": "vLLM refuses them",
+        }
+        if recipe.granularity != "block" or recipe.layout not in readers:
+            return
+        ragged = [
+            piece.out.name
+            for piece in self.found.pieces
+            if piece.scale is not None
+            # one block for a whole side is no last one
+            and any(size > block and size % block for size, block in zip(piece.out.shape, recipe.block, strict=True))
+        ]
+        if ragged:
+            bm, bn = recipe.block
+            self.warnings.append(
+                f"{len(ragged)} weights are no multiple of {bm}x{bn} ({shown(ragged[0])} first): "
+                f"{readers[recipe.layout]}. Exclude them, or take another --block or --format"
+            )
 
     def newly_kept(self, method: str) -> list[str]:
         """Names to add to the list of a checkpoint whose layout stays: what was FP8 and is not any more."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from mtplab.convert.layouts.base import Layout, Recipe, grid_of
+from mtplab.checkpoint.convert.layouts.base import Layout, Recipe, grid_of
 
 
 def _scale_shape(granularity: str, shape: tuple[int, int], block: tuple[int, int]) -> tuple[int, ...]:

@@ -14,7 +14,7 @@ __all__ = ["block_amax", "encode", "scales_of"]
 
 E4M3_MAX = 448.0
 # elements divided and cast at a time, so that they stay in cache
-_PIECE = 1 << 17
+_PIECE = 1 << 18
 _BITS = {
     torch.bfloat16: (torch.int16, 0x7FFF),
     torch.float16: (torch.int16, 0x7FFF),

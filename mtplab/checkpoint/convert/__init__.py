@@ -5,6 +5,6 @@ Knows nothing of layers or runs.
 
 from __future__ import annotations
 
-from mtplab.convert.quantize import FORMATS, Written, quantize_checkpoint
+from mtplab.checkpoint.convert.quantize import FORMATS, Written, quantize_checkpoint
 
 __all__ = ["FORMATS", "Written", "quantize_checkpoint"]

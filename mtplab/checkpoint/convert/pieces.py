@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from mtplab.checkpoint import Checkpoint, TensorInfo
+from mtplab.checkpoint.convert.layouts import Recipe, layouts
 from mtplab.checkpoint.pairing import FP8_DTYPES, Pair
 from mtplab.checkpoint.strict_json import shown
 from mtplab.checkpoint.write import data_bytes
-from mtplab.convert.layouts import Recipe, layouts
 from mtplab.errors import ConfigError
 
 __all__ = [

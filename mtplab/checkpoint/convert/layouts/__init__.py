@@ -9,7 +9,7 @@ import importlib
 import pkgutil
 from functools import cache
 
-from mtplab.convert.layouts.base import GRANULARITIES, SCALES, Layout, Recipe, grid_of
+from mtplab.checkpoint.convert.layouts.base import GRANULARITIES, SCALES, Layout, Recipe, grid_of
 from mtplab.errors import ConfigError
 
 __all__ = ["GRANULARITIES", "SCALES", "Layout", "Recipe", "grid_of", "layouts", "recipe_of"]

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from mtplab.convert.layouts.base import Layout, Recipe, grid_of
+from mtplab.checkpoint.convert.layouts.base import Layout, Recipe, grid_of
 
 _ALGO = {"block": "FP8_PB_WO", "channel": "FP8_PER_CHANNEL_PER_TOKEN"}
 # readers recognise the file by this name

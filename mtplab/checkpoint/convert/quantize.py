@@ -1,7 +1,7 @@
 """One checkpoint written as another: BF16 to FP8, FP8 to BF16, FP8 in another layout or with more kept out of it.
 
-Ties this room's modules together: what becomes of each tensor is decided in `decide.py`, moved in `engine.py`, and kept
-track of in `state.py`.
+Ties this folder's modules together: what becomes of each tensor is decided in `decide.py`, moved in `engine.py`, and
+kept track of in `state.py`.
 """
 
 from __future__ import annotations
@@ -16,18 +16,20 @@ from pathlib import Path
 from typing import Any
 
 from mtplab.checkpoint import Checkpoint, Plan, SafetensorsWriter, open_checkpoint
+from mtplab.checkpoint.audit.engines import views_of
 from mtplab.checkpoint.config_json import SEPARATE_FILE, with_quantization
+from mtplab.checkpoint.convert.amend import amended
+from mtplab.checkpoint.convert.decide import Decision, Wish, decide
+from mtplab.checkpoint.convert.engine import Pool, pool, write_shard
+from mtplab.checkpoint.convert.files import copy_beside
+from mtplab.checkpoint.convert.layouts import layouts, recipe_of
+from mtplab.checkpoint.convert.pieces import Piece
+from mtplab.checkpoint.convert.rows import Shard
+from mtplab.checkpoint.convert.state import Partial, identity, write_json
+from mtplab.checkpoint.exclusions import parse_exclude
 from mtplab.checkpoint.index import INDEX_NAME
-from mtplab.checkpoint.lenses import View, look
+from mtplab.checkpoint.lenses import look
 from mtplab.checkpoint.strict_json import read_json_object
-from mtplab.convert.amend import amended
-from mtplab.convert.decide import Decision, Wish, decide
-from mtplab.convert.engine import Pool, pool, write_shard
-from mtplab.convert.files import copy_beside
-from mtplab.convert.layouts import layouts, recipe_of
-from mtplab.convert.pieces import Piece
-from mtplab.convert.rows import Shard
-from mtplab.convert.state import Partial, identity, write_json
 from mtplab.errors import CheckpointError, ConfigError
 
 __all__ = ["FORMATS", "Written", "quantize_checkpoint"]
@@ -112,19 +114,23 @@ def quantize_checkpoint(
     decision = decide(source, wish)
     configs = _configs(source, wish, decision)
     settings = {
-        "format": format, "layout": layout, "scales": scales, "block": block, "exclude": exclude,
-        "draft_exclude": draft_exclude, "draft": draft, "kept": decision.kept,
+        "format": format, "layout": layout, "scales": scales, "block": block,
+        "exclude": _sorted(parse_exclude(exclude)), "draft_exclude": _sorted(parse_exclude(draft_exclude)),
+        "draft": draft, "kept": decision.kept,
     }  # fmt: skip
     try:
         with Partial(target).opened(settings, identity(source), restart) as partial:
             resumed, nbytes = _write_shards(source, wish, decision, partial, progress, threads)
-            files_left = copy_beside(source.files.folder, partial.content)
+            # what lies beside a single file without a config is anyone's
+            files_left = copy_beside(source.files.folder, partial.content) if source.config else []
             for name, content in configs.items():
                 write_json(partial.content / name, content)
             made = open_checkpoint(partial.content)
             plan = made.plan()
             engines = _engines(made, plan)
             partial.publish()
+        if plan.warnings:  # which name files
+            plan = open_checkpoint(target).plan()
     except OSError as error:
         raise CheckpointError(f"{target}: cannot be written: {error.strerror or error}.") from None
     actions: dict[str, int] = {}
@@ -136,12 +142,15 @@ def quantize_checkpoint(
     )  # fmt: skip
 
 
+def _sorted(items: tuple[str, ...] | None) -> list[str] | None:
+    """In an order of its own: a set has none that lasts from run to run."""
+    return None if items is None else sorted(items)
+
+
 def _engines(made: Checkpoint, plan: Plan) -> str:
     if made.quantization is None or made.found is None:
         return ""
-    fp8 = {module.name for module in plan.modules if module.weight == "fp8"}
-    views = [View(m.name, m.kind, m.part, m.name in fp8, m.name in fp8) for m in plan.modules]
-    return look(views, made.quantization.method, made.found.content, made.config).sentence
+    return look(views_of(plan.modules), made.quantization.method, made.found.content, made.config).sentence
 
 
 def _wish(

@@ -1,0 +1,41 @@
+"""Stacked experts taken apart into the single ones that FP8 layouts hold: parts of one tensor's bytes, under new names.
+
+Only for families whose stacks are known to lie as [experts, output, input] with gate before up; others' are transposed
+or interleaved (Llama 4, gpt-oss), which shapes alone do not tell. Source: transformers' Qwen3_5MoeExperts; Qwen's FP8
+releases hold `experts.{e}.{gate,up,down}_proj`. Reads no values.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mtplab.checkpoint import TensorInfo
+from mtplab.checkpoint.config_json import text_config
+
+__all__ = ["single_experts"]
+
+_FAMILIES = ("qwen3_5_moe", "qwen3_5_moe_text", "qwen3_next")
+_PARTS = {".experts.gate_up_proj": ("gate_proj", "up_proj"), ".experts.down_proj": ("down_proj",)}
+
+
+def single_experts(info: TensorInfo, config: dict[str, Any]) -> list[tuple[str, TensorInfo]]:
+    """(module, its weight [n, k] as a part of the stack) for each expert, or nothing where the stack is not known."""
+    parts = next((names for suffix, names in _PARTS.items() if info.name.endswith(suffix)), None)
+    if parts is None or len(info.shape) != 3:
+        return []
+    text = text_config(config)
+    experts, n, k = info.shape
+    hidden, inner = text.get("hidden_size"), text.get("moe_intermediate_size")
+    expected = (2 * inner, hidden) if isinstance(inner, int) and len(parts) == 2 else (hidden, inner)
+    family = text.get("model_type", config.get("model_type"))
+    if family not in _FAMILIES or text.get("num_experts") != experts or expected != (n, k):
+        return []
+    group = info.name.rpartition(".")[0]
+    size, rows = info.nbytes // (experts * len(parts)), n // len(parts)
+    found = []
+    for expert in range(experts):
+        for place, part in enumerate(parts):
+            start = info.start + (expert * len(parts) + place) * size
+            one = info._replace(shape=(rows, k), start=start, end=start + size)
+            found.append((f"{group}.{expert}.{part}", one))
+    return found

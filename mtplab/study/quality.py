@@ -1,0 +1,171 @@
+"""What a variant of the target costs the target itself: KL, top-1 agreement and perplexity on the same text.
+
+High acceptance over a broken target is a known trap: a head agrees easily with a target that repeats itself. So the
+target is measured beside it, against the unquantised one. The text is what that one writes (sampled at temperature 1),
+so that the mean KL over its positions estimates the divergence of whole texts; or any text that is given.
+
+Knows nothing of drafts or rows.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from mtplab.errors import ConfigError
+from mtplab.study.interval import jackknife
+
+__all__ = ["Quality", "own_texts", "quality"]
+
+
+@dataclass(frozen=True, eq=False)
+class Quality:
+    """A target over texts, token by token; positions count from a text's first token.
+
+    Flat over all predicted tokens: `text` and `position` say which, `nll` [n] float64 is the variant's negative
+    log-probability of the token, in nats; `reference_nll` the reference's, `kl` the divergence KL(reference‖variant)
+    of the distributions at that position in nats, and `agrees` whether both have the same likeliest token. The last
+    three are None where there was no reference.
+    """
+
+    text: np.ndarray
+    position: np.ndarray
+    nll: np.ndarray
+    reference_nll: np.ndarray | None = None
+    kl: np.ndarray | None = None
+    agrees: np.ndarray | None = None
+
+    @property
+    def perplexity(self) -> float:
+        """exp of the variant's mean negative log-probability."""
+        return float(np.exp(self.nll.mean()))
+
+    @property
+    def reference_perplexity(self) -> float | None:
+        """The reference's on the same tokens."""
+        return None if self.reference_nll is None else float(np.exp(self.reference_nll.mean()))
+
+    @property
+    def mean_kl(self) -> float | None:
+        """Nats per token."""
+        return None if self.kl is None else float(self.kl.mean())
+
+    @property
+    def top1_agreement(self) -> float | None:
+        """Share of positions at which both have the same likeliest token."""
+        return None if self.agrees is None else float(self.agrees.mean())
+
+    def kl_interval(self) -> float | None:
+        """Half a 95 % interval of `mean_kl` over texts (jackknife); None without a reference or with one text."""
+        if self.kl is None:
+            return None
+        count = int(self.text.max(initial=-1)) + 1
+        sums = np.bincount(self.text, self.kl, count)
+        sizes = np.bincount(self.text, minlength=count)
+        with np.errstate(invalid="ignore", divide="ignore"):
+            return jackknife((sums.sum() - sums) / (sizes.sum() - sizes))
+
+    def by_context(self, edges: Sequence[int]) -> list[dict[str, Any]]:
+        """Means within ranges of positions: from, to, tokens, kl, top1_agreement, perplexity (None without tokens)."""
+        if len(edges) < 2 or any(b <= a for a, b in itertools.pairwise(edges)):
+            raise ConfigError(f"edges is {list(edges)!r}; expected at least two positions, each beyond the one before")
+        found = []
+        for low, high in itertools.pairwise(edges):
+            inside = (self.position >= low) & (self.position < high)
+            some = bool(inside.any())
+            found.append(
+                {
+                    "from": int(low),
+                    "to": int(high),
+                    "tokens": int(inside.sum()),
+                    "kl": float(self.kl[inside].mean()) if some and self.kl is not None else None,
+                    "top1_agreement": float(self.agrees[inside].mean()) if some and self.agrees is not None else None,
+                    "perplexity": float(np.exp(self.nll[inside].mean())) if some else None,
+                }
+            )
+        return found
+
+
+def own_texts(model: Any, prompts: Any, max_new_tokens: int = 128, seed: int = 0, **settings: Any) -> list[list[int]]:
+    """Prompts continued by the model itself, drawn at temperature 1: texts that are typical of it, as ids.
+
+    `settings` are those of `generate`. Raises what it raises.
+    """
+    from mtplab.decode import generate, token_ids
+
+    ids = token_ids(model, prompts)
+    run = generate(
+        model, ids, depth=0, temperature=1.0, seed=seed, max_new_tokens=max_new_tokens, ignore_eos=True, **settings
+    )
+    return [prompt + output for prompt, output in zip(ids, run.tokens, strict=True)]
+
+
+def quality(
+    model: Any,
+    texts: Sequence[Sequence[int]],
+    reference: Any = None,
+    *,
+    quant_policy: Any = None,
+    skip: Sequence[int] | int = 0,
+    exact: bool = False,
+) -> Quality:
+    """Read the texts with the model under a cache policy, and with the reference under none, and compare.
+
+    Args:
+        model, reference: as `mtplab.load_model` gives them, of one vocabulary; None compares with nothing.
+        texts: lists of token ids, of at least two each.
+        quant_policy: of the model's cache (its own default if None); the reference's cache is never quantised.
+        skip: tokens at the beginning of each text that are read and not judged (a prompt), one number or one a text.
+        exact: arithmetic whose rows do not depend on each other, where there is any.
+
+    Raises ConfigError for texts that cannot be compared.
+    """
+    from mtplab.decode.settings import token_ids
+    from mtplab.quant.policy import resolve_policy
+
+    ids = token_ids(model, texts)
+    skips = [skip] * len(ids) if isinstance(skip, int) else list(skip)
+    if len(skips) != len(ids) or any(len(text) < max(2, kept + 2) for text, kept in zip(ids, skips, strict=False)):
+        raise ConfigError("expected texts with two tokens or more after what is skipped, and a number to skip for each")
+    if reference is not None and reference.config.vocab_size != model.config.vocab_size:
+        raise ConfigError(
+            f"the reference has a vocabulary of {reference.config.vocab_size}, the model of {model.config.vocab_size}; "
+            "expected the same model in higher precision"
+        )
+    policy = model.policy("target") if quant_policy is None else resolve_policy(quant_policy)
+    return _compare(model, ids, reference, policy, skips, exact)
+
+
+def _compare(model, ids, reference, policy, skips, exact) -> Quality:
+    import torch
+
+    from mtplab.decode.reading import read_texts
+    from mtplab.decode.threads import running_with, thread_count
+    from mtplab.quant.policy import resolve_policy
+
+    weights = sum(int(np.prod(module.shape)) for module in model.plan.modules)
+    columns: dict[str, list[np.ndarray]] = {name: [] for name in ("text", "position", "nll", "ref", "kl", "agrees")}
+    with running_with(thread_count(None, weights, model.device)):
+        other = read_texts(reference, ids, resolve_policy("none"), exact) if reference is not None else None
+        for index, start, logits in read_texts(model, ids, policy, exact):
+            theirs = next(other)[2] if other is not None else None
+            first = max(0, skips[index] - start)
+            last = min(len(logits), len(ids[index]) - 1 - start)  # the last token predicts nothing that is there
+            if last <= first:
+                continue
+            after = torch.tensor(ids[index][start + first + 1 : start + last + 1], device=logits.device)
+            mine = logits[first:last].double().log_softmax(-1)
+            columns["text"].append(np.full(last - first, index))
+            columns["position"].append(np.arange(start + first + 1, start + last + 1))
+            columns["nll"].append(-mine.gather(1, after[:, None])[:, 0].cpu().numpy())
+            if theirs is not None:
+                whole = theirs[first:last].to(mine.device).double().log_softmax(-1)
+                columns["ref"].append(-whole.gather(1, after[:, None])[:, 0].cpu().numpy())
+                columns["kl"].append((whole.exp() * (whole - mine)).sum(-1).clamp_min(0.0).cpu().numpy())
+                columns["agrees"].append((whole.argmax(-1) == mine.argmax(-1)).cpu().numpy())
+    joined = {name: np.concatenate(parts) if parts else None for name, parts in columns.items()}
+    return Quality(joined["text"], joined["position"], joined["nll"], joined["ref"], joined["kl"], joined["agrees"])

@@ -257,6 +257,8 @@ def test_ctrl_c_keeps_what_is_done(bundled, repo, tmp_path):
         str(bundled),
         "--depths",
         "0-16",
+        "--method",
+        "run",
         "--limit",
         "3",
         "--max-new-tokens",

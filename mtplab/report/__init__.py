@@ -22,6 +22,8 @@ _WHERE = {
     "CheckpointPanel": "checkpoint_panel",
     "AuditPanel": "audit_panel",
     "GemmPanel": "gemm_panel",
+    "pareto": "exclusion_figures",
+    "sensitivity_bars": "exclusion_figures",
     "granularity_errors": "gemm_figures",
     "number_errors": "gemm_figures",
     "roofline": "gemm_figures",

@@ -22,7 +22,7 @@ __all__ = [
 
 BLOCK_J = 32  # places of a round: up to 31 drafts and the token after them
 BLOCK = 4096  # tokens of the vocabulary a program takes; of 8192, logits spill on sm_100
-BLOCK_S = 32  # blocks looked at together when one is chosen
+BLOCK_S = 16  # blocks looked at together when one is chosen; of 32, a draw spills on sm_120
 WARPS = 8
 
 _NAN: tl.constexpr = tl.constexpr(0x7FFFFFFF)  # above the key of +∞

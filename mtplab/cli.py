@@ -13,6 +13,7 @@ from typing import Annotated
 
 import typer
 
+from mtplab.cli_advise import advise
 from mtplab.cli_audit import audit
 from mtplab.cli_common import ReaderGone, note, warnings_as_notes
 from mtplab.cli_doctor import doctor
@@ -34,6 +35,7 @@ app = typer.Typer(
 app.command(short_help="Run prompts and see what was accepted.")(generate)
 app.command(short_help="What is in a checkpoint, what is wrong with it, what engines make of it.")(audit)
 app.command(short_help="Acceptance by depth, cache policy and exclusions; kept and read back.")(sweep)
+app.command(short_help="What draft depth pays on a GPU, from acceptance and a cost model.")(advise)
 app.command(short_help="Execute a notebook, write it as one HTML file.")(report)
 app.command(short_help="Write a checkpoint anew: to FP8, to BF16, in another layout.")(quantize)
 app.command(short_help="What runs here: versions, devices, kernels or torch, and why.")(doctor)

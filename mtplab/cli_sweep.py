@@ -91,6 +91,14 @@ def sweep(
         str | None,
         typer.Option(metavar="FORMAT", help="fp8 quantises a BF16 checkpoint as it is loaded, for every set."),
     ] = None,
+    method: Annotated[
+        str | None,
+        typer.Option(
+            metavar="trace|run",
+            help="trace decodes once for all depths, run at every depth and says what each takes.  [default: trace, "
+            "where there is a draft to trace]",
+        ),
+    ] = None,
     device: Device = "cpu",
     exact: Exact = True,
     results: Annotated[
@@ -117,6 +125,7 @@ def sweep(
       mtplab sweep data/tiny-qwen3_5 --exclude published --exclude none --exclude 'mtp.*' --depths 1,3,5
       mtplab sweep data/tiny-qwen3_5-fp8 --temperature 0,0.7 --domain python --limit 4 --max-new-tokens 32
       mtplab sweep data/tiny-qwen3_5 --depths 0-8 --limit 6 --by-domain
+      mtplab sweep data/tiny-qwen3_5 --depths 0-4 --limit 2 --method run
       mtplab sweep data/tiny-qwen3_5 --quant-policy int4 --draft-quant-policy none,int4 --json > rows.json
 
     Ctrl-C stops after the current round; twice stops at once.
@@ -144,6 +153,7 @@ def sweep(
             top_p=top_p,
             seed=seed,
             model_format=model_format,
+            method=method,
             device=device,
             exact=exact,
             results=results,

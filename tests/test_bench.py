@@ -95,7 +95,8 @@ def test_a_small_run(tmp_path, capsys):
     printed = capsys.readouterr().out
     assert "transformers, batch 1" in printed and "best at batch 1" in printed and "dequantize_block" in printed
     rows = json.loads(out.read_text())
-    assert {"machine", "decoding", "loading"} == set(rows)
+    assert {"machine", "decoding", "loading", "tracing"} == set(rows)
+    assert [row["verdict"] != "" for row in rows["tracing"]] == [False, True, True] * 2
     assert all(row["verdict"] in ("met", "not met") for row in rows["decoding"] + rows["loading"] if row["goal"])
     assert all(row["seconds"] for row in rows["decoding"]), "every contestant was right and timed"
 

@@ -15,9 +15,9 @@ from kernel_tools import interpreted
 from mtplab.bench import kernels_report
 from mtplab.bench.__main__ import main
 from mtplab.bench.gemm_cases import make_case, wrong
-from mtplab.bench.kernels import OURS, Limits, Measured, catalogued, goals, limits, measure, measure_memory
+from mtplab.bench.kernels import OURS, Limits, Measured, goals, limits, measure, measure_memory
 from mtplab.bench.memory_cases import MemoryCase, Sizes
-from mtplab.study.gpus import GemmShape
+from mtplab.study.gpus import GemmShape, by_device_name
 
 pytestmark = interpreted
 CPU = torch.device("cpu")
@@ -103,8 +103,8 @@ def test_time_that_is_up_is_said():
 
 def test_the_copy_is_the_limit():
     assert limits(CPU, clock, nbytes=1 << 10).copy == pytest.approx(2 * 1024 / 2e-6)
-    assert catalogued("NVIDIA H200").name == "H200 SXM"
-    assert not any(map(catalogued, ("NVIDIA GeForce RTX 9999", "NVIDIA H100 PCIe", "NVIDIA H200 NVL")))
+    assert by_device_name("NVIDIA H200").name == "H200 SXM"
+    assert not any(map(by_device_name, ("NVIDIA GeForce RTX 9999", "NVIDIA H100 PCIe", "NVIDIA H200 NVL")))
 
 
 def line(name: str, m: int, seconds: float, **more) -> Measured:

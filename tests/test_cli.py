@@ -38,7 +38,7 @@ def command(repo):
     return run
 
 
-@pytest.mark.parametrize("name", [[], ["generate"], ["sweep"], ["report"]], ids=" ".join)
+@pytest.mark.parametrize("name", [[], ["generate"], ["sweep"], ["quantize"], ["report"]], ids=" ".join)
 def test_help_teaches(name, capsys):
     assert main([*name, "--help"]) == 0
     text = capsys.readouterr().out
@@ -257,6 +257,8 @@ def test_ctrl_c_keeps_what_is_done(bundled, repo, tmp_path):
         str(bundled),
         "--depths",
         "0-16",
+        "--method",
+        "run",
         "--limit",
         "3",
         "--max-new-tokens",

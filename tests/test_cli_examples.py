@@ -38,7 +38,7 @@ def up_to_the_work(repo, tmp_path, monkeypatch):
         assert words[0] == "mtplab"
         code = main(words[1:])
         err = capsys.readouterr().err
-        done = words[1] in ("doctor", "audit") and code == 0  # which run nothing
+        done = words[1] in ("doctor", "audit", "advise") and code == 0  # which run nothing
         assert done or (code == 1 and "Reached" in err), f"{line}\n{err}"
 
     return run
@@ -46,7 +46,7 @@ def up_to_the_work(repo, tmp_path, monkeypatch):
 
 def test_every_example_in_the_help_is_accepted(up_to_the_work, capsys):
     examples = []
-    for name in ([], ["generate"], ["sweep"], ["audit"], ["quantize"], ["report"], ["doctor"]):
+    for name in ([], ["generate"], ["sweep"], ["audit"], ["quantize"], ["report"], ["doctor"], ["advise"]):
         main([*name, "--help"])
         lines = capsys.readouterr().out.splitlines()
         examples += [line.strip() for line in lines if line.startswith("    mtplab ")]
@@ -63,7 +63,7 @@ def test_an_example_that_asks_for_what_is_not_there_is_found(up_to_the_work, cap
         up_to_the_work("mtplab report notebooks/01_fp8_to_speculation.ipynb -p depht 3", capsys)
 
 
-PAGES = ("README.md", "CONTRIBUTING.md", "notebooks/README.md", "data/README.md")
+PAGES = ("README.md", "CONTRIBUTING.md", "notebooks/README.md", "data/README.md", "docs/depth.md")
 
 
 def commands_of(page: str) -> list[str]:

@@ -90,6 +90,19 @@ def test_activations_of_compressed_tensors_follow_their_own_strategy(tmp_path: P
     assert found[O].input_scale is None and "but there is none" in found[O].rule
 
 
+@pytest.mark.parametrize(("method", "covers"), [("compressed-tensors", True), ("fp8", False)])
+def test_a_pattern_of_compressed_tensors_ends_anywhere(tmp_path: Path, method: str, covers: bool) -> None:
+    """`re:.*gate` covers gate_proj there (re.match), and is to end at a dot in transformers."""
+    quantization = ct({"targets": ["Linear"], "weights": ct_args("tensor")}, ignore=["re:.*gate"])
+    if method == "fp8":
+        quantization = {**FP8_CONFIG, "modules_to_not_convert": [".*gate"]}
+    tensors = {f"{GATE}.weight": torch.ones(4, 4).bfloat16()}
+    ckpt = open_checkpoint(write_checkpoint(tmp_path / "x", tensors, quantization))
+    plan = ckpt.plan()
+    assert ("gate': kept in BF16" in plan.by_name[GATE].rule) == covers
+    assert any("name no module" in warning for warning in plan.warnings) != covers
+
+
 # Quark
 
 

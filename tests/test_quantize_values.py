@@ -250,6 +250,22 @@ def test_a_change_of_layout_alone_changes_no_code_and_no_scale(tmp_path: Path, l
     assert all(same_bytes(back.read(name), source.read(name)) for name in back.tensors)
 
 
+def test_powers_of_two_are_carried_over_and_checked(tmp_path: Path) -> None:
+    source = open_checkpoint(CHECKPOINTS / "ds-ue8m0-e8m0dtype" / "ckpt")
+    written = quantize_checkpoint(source.path, tmp_path / "a", format="fp8-block", scales="ue8m0")
+    made = open_checkpoint(tmp_path / "a")
+    names = [module.name for module in source.plan().modules if module.weight == "fp8"]
+    assert written.actions["carried over"] == len(names) and "to FP8" not in written.actions
+    assert made.config["quantization_config"]["scale_fmt"] == "ue8m0"
+    for name in names:
+        assert torch.equal(made.scaled(name).scale, source.scaled(name).scale)
+    false = qwen_fp8(tmp_path / "false", scale_fmt="ue8m0")
+    with pytest.raises(CheckpointError, match="other scales than powers of two, which the config promises"):
+        quantize_checkpoint(false, tmp_path / "b", format="fp8-block", scales="ue8m0")
+    written = quantize_checkpoint(qwen_fp8(tmp_path / "plain"), tmp_path / "c", format="fp8-block", scales="ue8m0")
+    assert written.actions["to FP8"] == 3  # float scales are no powers of two: quantised from the values
+
+
 def test_another_granularity_is_quantised_from_the_values(tmp_path: Path) -> None:
     source = open_checkpoint(qwen_fp8(tmp_path / "src"))
     quantize_checkpoint(source.path, tmp_path / "dst", format="fp8-channel", layout="compressed-tensors")

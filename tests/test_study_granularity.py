@@ -119,6 +119,6 @@ def test_the_turning_point_is_where_the_bound_changes():
 
 
 def test_the_catalogue():
-    assert all(card.fp8 > card.bf16 > 0 and card.source for card in GPUS.values())
+    assert all(card.fp8 >= card.bf16 > 0 and card.link > 0 and card.source for card in GPUS.values())
     with pytest.raises(ConfigError, match="GPU 'H300' is not in the catalogue; it has H100 SXM"):
         gpu("H300")

@@ -15,6 +15,7 @@ import torch
 
 from mtplab.bench.products import KINDS, ProductLine, products
 from mtplab.bench.speed import Line, decoding, loading, prompts
+from mtplab.bench.tracing import tracing
 from mtplab.errors import MtplabError
 from mtplab.models import load_model
 
@@ -59,6 +60,7 @@ def main(argv: list[str] | None = None) -> int:
         compiled = not args.no_compile
         lines = decoding(args.data / "tiny-qwen3_5", texts, args.tokens, args.rounds, depths, compiled)
         load_lines = loading(args.data / "tiny-qwen3_5-fp8", 4 * args.rounds)
+        trace_lines = tracing(args.data / "tiny-qwen3_5", texts, args.tokens, args.rounds)
     except MtplabError as error:
         print(f"mtplab.bench: {error}", file=sys.stderr)
         return 2
@@ -76,8 +78,11 @@ def main(argv: list[str] | None = None) -> int:
     print(decoding_table(lines))
     print(f"\nloading every weight of the FP8 checkpoint as float32, medians of {4 * args.rounds} rounds")
     print(loading_table(load_lines))
+    print(f"\nacceptance at every depth from one trace, greedy, exact, {args.tokens} tokens, {rounds}")
+    print(tracing_table(trace_lines))
     if args.output:
         rows = {"machine": machine, "decoding": as_rows(lines), "loading": as_rows(load_lines)}
+        rows["tracing"] = as_rows(trace_lines)
         args.output.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
     return 0
 
@@ -123,6 +128,17 @@ def loading_table(lines: list[Line]) -> str:
     for line in lines:
         ratio = f"ours takes {line.ratio:.2f}× of it, goal at most {line.goal:g}×: {line.verdict}" if line.ratio else ""
         out.append(f"{line.name:44}  {line.timing.median * 1e3:7.1f} ms  {ratio}".rstrip())
+    return "\n".join(out)
+
+
+def tracing_table(lines: list[Line]) -> str:
+    """Milliseconds, a trace's as times of plain decoding, and the runs' as times of a trace."""
+    out = []
+    for line in lines:
+        took = f"{line.timing.median * 1e3:8.1f} ms" if line.timing else "not timed"
+        against = "of plain decoding, goal at most" if line.at_most else "of the trace, goal at least"
+        ratio = f"{line.ratio:.2f}× {against} {line.goal:g}×: {line.verdict}" if line.ratio else line.note
+        out.append(f"{line.name:44}  {took:>11}  {ratio}".rstrip())
     return "\n".join(out)
 
 

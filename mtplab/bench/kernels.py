@@ -15,9 +15,9 @@ import torch
 
 from mtplab.bench.gemm_cases import GemmCase, make_case, wrong
 from mtplab.bench.memory_cases import MemoryCase, Sizes, memory_cases
-from mtplab.study.gpus import GPUS, SHAPES, GemmShape, Gpu
+from mtplab.study.gpus import SHAPES, GemmShape, by_device_name
 
-__all__ = ["ROWS", "Limits", "Measured", "catalogued", "goals", "limits", "measure", "measure_memory"]
+__all__ = ["ROWS", "Limits", "Measured", "goals", "limits", "measure", "measure_memory"]
 
 ROWS = (1, 4, 16, 64, 256, 4096)
 Timer = Callable[[Callable[[], Any]], tuple[float, float, float]]
@@ -65,21 +65,13 @@ def gpu_timer() -> Timer:
     return timed
 
 
-def catalogued(name: str) -> Gpu | None:
-    """The catalogue's entry for a device name such as "NVIDIA H200"."""
-    words = set(name.split())
-    if words & {"PCIe", "NVL"}:  # slower cards of the same name
-        return None
-    return next((card for card in GPUS.values() if set(card.name.removesuffix(" SXM").split()) <= words), None)
-
-
 def limits(device: torch.device, timed: Timer, nbytes: int = 1 << 30) -> Limits:
     """Copy bandwidth of a GiB each way, and the datasheet's FP8 rate where the catalogue has the card."""
     source = torch.empty(nbytes, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     seconds = timed(lambda: target.copy_(source))[1]
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
-    card = catalogued(name)
+    card = by_device_name(name)
     return Limits(2 * nbytes / seconds, card.fp8 * 1e12 if card else None)
 
 

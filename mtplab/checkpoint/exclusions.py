@@ -48,11 +48,12 @@ class ListedModules:
     An entry counts for a module it names in full, for what lies below it (`mtp`: `mtp.fc`), and as the end of
     its name at a dot (`in_proj_a`), which together is what the writers of HF `fp8` files mean by it; with
     other characters it is a regular expression from the start of the name to a dot or its end, as
-    transformers reads it.
+    transformers reads it; without `to_end`, to anywhere, as compressed-tensors does.
     """
 
-    def __init__(self, entries: Iterable[str], where: str) -> None:
+    def __init__(self, entries: Iterable[str], where: str, to_end: bool = True) -> None:
         self._where = where
+        self._to_end = to_end
         self._literal: dict[str, str] = {}
         self._patterns: list[str] = []
         for entry in entries:
@@ -63,7 +64,7 @@ class ListedModules:
         self._literal.pop("", None)
         # how many parts the entries have that can be part of a name: a name is cut at these only
         self._depths = sorted({key.count(".") + 1 for key in self._literal} & _DEPTHS)
-        self._bounded = BoundedPatterns(self._patterns, where, to_module_end=True)
+        self._bounded = BoundedPatterns(self._patterns, where, to_module_end=to_end)
         self.matched: set[str] = set()
 
     def entry_for(self, module: str) -> str | None:
@@ -111,7 +112,7 @@ class ListedModules:
         Within the time that patterns have in all; what is left then is not reported.
         """
         seconds = FIRST_SECONDS / 2 + MODULE_SECONDS * len(modules)
-        bounded = BoundedPatterns(patterns, self._where, to_module_end=True, seconds=seconds)
+        bounded = BoundedPatterns(patterns, self._where, to_module_end=self._to_end, seconds=seconds)
         idle: list[str] = []
         with contextlib.suppress(CheckpointError):
             for item in patterns:

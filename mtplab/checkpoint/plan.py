@@ -191,7 +191,8 @@ class _Decision:
         self._asked_in_vain = model_format == "fp8" and quantization is not None
         listed = quantization.exclusions if quantization is not None else ()
         self._where = quantization.where if quantization is not None else ""
-        self._listed = ListedModules(listed, self._where)
+        to_end = quantization is None or quantization.exclusions_to_end
+        self._listed = ListedModules(listed, self._where, to_end)
         self._listed_as_fp8: list[str] = []
         self._key = quantization.exclusions_key if quantization is not None else ""
 

@@ -33,6 +33,7 @@ from mtplab.errors import MtplabError
 from mtplab.kernels.acceptance import emit_greedy, emit_sampled
 from mtplab.models import Model
 from mtplab.models.attend import KEY_BLOCK
+from mtplab.models.cache import KVCache
 from mtplab.models.choice import decodes_with_kernels
 from mtplab.models.delta_rule import CHUNK
 from mtplab.models.passes import Pass, PassMaker
@@ -135,33 +136,26 @@ class Run:
         logits = self._logits(normed)[:, None]
         verdict = Verdict(torch.zeros_like(lengths), self._choose(logits, self.lengths[:, None]))
         told = self._tell(verdict, logits)
-        if self.k:
-            following = torch.cat([ids[:, 1:], ids.new_zeros(b, 1)], dim=1)
-            following[rows, lengths - 1] = verdict.tokens[:, 0]
-            with self.state.reading_segments(draft=True) if len(starts) > 1 else nullcontext():
-                self._draft_prompt(hidden, following, lengths)
+        self._prompts_read(ids, hidden, verdict.tokens[:, 0])
         self._append(verdict, *told, prompt=True)
 
     def _read_segment(self, ids: Tensor, lengths: Tensor, start: int, stop: int) -> Tensor:
-        run = self._segment_pass(ids.shape[0], start, stop, lengths)
+        run = _segment_pass(self.passes, start, stop, lengths, self.exact)
         hidden = self.model.target(ids[:, start:stop], run, self.state.target)
         return run.spread(hidden)
 
-    def _segment_pass(self, b: int, start: int, stop: int, lengths: Tensor) -> Pass:
-        positions = torch.arange(start, stop, device=self.device).expand(b, -1)
-        return self.passes.make(positions, stop, self.exact, (lengths - start).clamp(0, stop - start))
-
-    def _draft_prompt(self, hidden: Tensor, following: Tensor, lengths: Tensor) -> None:
-        """Let the draft read all slots of the prompts; `following` [b, t] holds the token after each."""
-        b, t, _ = hidden.shape
-        given = self._given(hidden)
-        for start in range(0, t, SEGMENT):
-            stop = min(start + SEGMENT, t)
-            run = self._segment_pass(b, start, stop, lengths)
-            embedded = run.gather(F.embedding(following[:, start:stop], self.model.target.embedding))
-            self.model.draft(embedded, run.gather(given[:, start:stop]), run, self.state.draft)
-        # the last slot again, alone: its output starts the first chain
+    def _prompts_read(self, ids: Tensor, hidden: Tensor, chosen: Tensor) -> None:
+        """Let the draft read the prompts `ids` [b, t] with the target's hidden states [b, t, h], and what was chosen
+        [b] after them."""
+        if not self.k:
+            return
+        b, lengths = len(self.prompts), self._ends
+        # the last slot is read again, alone: its output starts the first chain
         rows, at = torch.arange(b, device=self.device), lengths - 1
+        following = torch.cat([ids[:, 1:], ids.new_zeros(b, 1)], dim=1)
+        following[rows, at] = chosen
+        given = self._given(hidden)
+        draft_reads_prompts(self.model, self.passes, given, following, lengths, self.exact, self.state.draft)
         self._unread = _Unread(
             given[rows, at][:, None], following[rows, at][:, None], torch.zeros_like(at), np.zeros(b, dtype=int)
         )
@@ -173,6 +167,7 @@ class Run:
         hidden, normed, logits = self.steps.verify(tokens, self._ends - 1, int(self.lengths.max()) + self.k)
         verdict = self._verdict(drafts, draft_probs, logits)
         accepted, emitted = self._tell(verdict, logits)
+        self._saw(hidden, normed, logits, verdict)
         same = bool((accepted == accepted[0]).all())
         self.state.commit(verdict.accepted + 1, int(accepted[0]) + 1 if same else None)
         if self.k:
@@ -182,6 +177,9 @@ class Run:
             self._unread = _Unread(given[:, :width], verdict.tokens[:, :width], verdict.accepted, accepted)
         self.batched_rounds += 1
         self._append(verdict, accepted, emitted)
+
+    def _saw(self, hidden: Tensor, normed: Tensor, logits: Tensor, verdict: Verdict) -> None:
+        """What the target gave in a round, [b, t, ..], for who watches it."""
 
     def _draft(self) -> tuple[Tensor, Tensor | None]:
         """k drafts per sequence [b, k], and the distributions they were drawn from [b, k, v] if they were drawn."""
@@ -301,3 +299,23 @@ class Run:
     def _uniform(self, positions: np.ndarray, purpose: Purpose) -> Tensor:
         prompts = np.array([self.first + i for i in self.live])
         return torch.from_numpy(uniform(self.sampling.seed, prompts, positions, purpose)).to(self.device)
+
+
+def draft_reads_prompts(
+    model: Model, passes: PassMaker, given: Tensor, following: Tensor, lengths: Tensor, exact: bool, cache: KVCache
+) -> None:
+    """Let the head read all slots of prompts into its cache: hidden states `given` [b, t, h], the token after each
+    [b, t], of which sequence i has `lengths[i]`."""
+    t = given.shape[1]
+    starts = range(0, t, SEGMENT)
+    with cache.holding_values() if len(starts) > 1 else nullcontext():
+        for start in starts:
+            stop = min(start + SEGMENT, t)
+            run = _segment_pass(passes, start, stop, lengths, exact)
+            embedded = run.gather(F.embedding(following[:, start:stop], model.target.embedding))
+            model.draft(embedded, run.gather(given[:, start:stop]), run, cache)
+
+
+def _segment_pass(passes: PassMaker, start: int, stop: int, lengths: Tensor, exact: bool) -> Pass:
+    positions = torch.arange(start, stop, device=lengths.device).expand(len(lengths), -1)
+    return passes.make(positions, stop, exact, (lengths - start).clamp(0, stop - start))

@@ -43,11 +43,11 @@ class RunState:
                 cache.commit(keep, uniform)
 
     @contextmanager
-    def reading_segments(self, draft: bool = False) -> Iterator[None]:
-        """While a prompt is read in several segments, by the target or the draft: each slot is decoded once, not once
-        for every segment that follows it."""
+    def reading_segments(self) -> Iterator[None]:
+        """While a prompt is read in several segments by the target: each slot is decoded once, not once for every
+        segment that follows it."""
         with ExitStack() as held:
-            for cache in [self.draft] if draft else self.target:
+            for cache in self.target:
                 if isinstance(cache, KVCache):
                     held.enter_context(cache.holding_values())
             yield

@@ -15,7 +15,7 @@ from torch import Tensor
 from mtplab.quant.block import ScaledTensor
 from mtplab.quant.cpu_products import packed_product
 from mtplab.quant.fp8_products import Fp8Gemm, Fp8Product, Fp8ScaledGemm, uses_kernels
-from mtplab.quant.rounding import Rounding
+from mtplab.quant.rounding import BY_GROUP, Rounding, by_group
 
 
 class Product(Protocol):
@@ -38,7 +38,8 @@ class RoundedProduct:
     """Another product of x rounded to E4M3 (W8A8)."""
 
     def __init__(self, product: Product, rounding: Rounding):
-        self._product, self._round = product, rounding
+        self._product = product
+        self._round = by_group if rounding == BY_GROUP else rounding
 
     def __call__(self, x: Tensor) -> Tensor:
         return self._product(self._round(x))

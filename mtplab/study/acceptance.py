@@ -129,7 +129,8 @@ class Acceptance:
         return reduce(operator.add, _stats(self.counts(depths), self.trace.max_depth, True))
 
     def to_frame(self) -> Any:
-        """A pandas frame, one row per depth: counts, length, its interval, shares by position as lists.
+        """A pandas frame, one row per depth: counts, length, its interval, shares by position as lists, and whether
+        there are `few` prompts, so that an interval is a rough guess itself.
 
         Raises ConfigError where pandas is not installed.
         """
@@ -153,11 +154,46 @@ class Acceptance:
                     "accepted": stats.accepted,
                     "acceptance_length": stats.acceptance_length,
                     "half_interval": self.interval(depth),
+                    "few": self.few,
                     "per_position": stats.per_position,
                     "conditional": stats.conditional,
                 }
             )
         return found
+
+    def __repr__(self) -> str:
+        return f"<Acceptance: {len(self._slots)} prompts, depths 0 to {self.trace.max_depth}>"
+
+    def _repr_html_(self) -> str:
+        names = ["depth", "rounds", "tokens", "tokens per round", "± (95 %)"]
+        most = self.trace.max_depth
+        names += [f"draft {j}" for j in range(1, most + 1)]
+        lines = []
+        for record in self.to_records():
+            length, half = record["acceptance_length"], record["half_interval"]
+            shares = ["–" if share is None else f"{100 * share:.0f} %" for share in record["per_position"]]
+            cells = [f"{record['depth']}", f"{record['rounds']:.5g}", f"{record['tokens']:.5g}"]
+            cells += ["–" if length is None else f"{length:.3f}", "–" if not half else f"{half:.3f}"]
+            lines.append([*cells, *shares, *[""] * (most - len(shares))])
+
+        def row(cells: list[str], tag: str) -> str:
+            return "".join(f'<{tag} style="text-align:right;white-space:nowrap">{cell}</{tag}>' for cell in cells)
+
+        body = "".join(f"<tr>{row(line, 'td')}</tr>" for line in lines)
+        return (
+            f"<div><div>acceptance over {len(self._slots)} prompts; draft <i>j</i>: rounds in which drafts 1 to "
+            "<i>j</i> were accepted</div>"
+            '<div style="overflow-x:auto;max-width:100%" tabindex="0" role="region" aria-label="Acceptance by depth">'
+            f"<table><thead><tr>{row(names, 'th')}</tr></thead><tbody>{body}</tbody></table></div>"
+            f"<div>{self._caution()}</div></div>"
+        )
+
+    def _caution(self) -> str:
+        """What to know of the intervals; empty where there are prompts enough."""
+        n = len(self._slots)
+        if n < 2:
+            return "one prompt only: nothing says how far another would be off"
+        return f"over {n} prompts only: the intervals are rough" if self.few else ""
 
     def __str__(self) -> str:
         lines = ["depth  rounds  tokens  length  ± 95 %"]
@@ -167,9 +203,7 @@ class Acceptance:
                 f"{record['depth']:5}  {record['rounds']:6.5g}  {record['tokens']:6.5g}  "
                 f"{'' if length is None else f'{length:6.3f}'}  {'' if half is None else f'{half:6.3f}'}".rstrip()
             )
-        if self.few:
-            lines.append(f"over {len(self._slots)} prompts only: the intervals are rough")
-        return "\n".join(lines)
+        return "\n".join([*lines, *filter(None, [self._caution()])])
 
 
 def _stats(counts: Counts, depth: int, expected: bool) -> list[AcceptanceStats]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 from mtplab.checkpoint.config_json import stored_dtype
 from mtplab.config import MAX_DEPTH, EngineConfig, SamplingConfig, SpecConfig
@@ -90,6 +90,7 @@ def build_units(
     draft_quant_policy: Any,
     temperature: Any,
     encode: Callable[[str], list[int]] | None = None,
+    method: Literal["run", "trace"] = "run",
 ) -> list[Unit]:
     """The product of all axes, slowest first: exclusions, prompts, temperature, policy, draft's policy.
 
@@ -99,6 +100,7 @@ def build_units(
             means "as the target's", point by point.
         quant_policy, draft_quant_policy: sequences of names or numbers; `draft_quant_policy` None likewise.
         encode: text to ids; by default the tokenizer beside the checkpoint.
+        method: what produces the rows; a model without a draft has nothing to trace and is run.
 
     Raises:
         ConfigError, CheckpointError: as found at the edge, before anything runs.
@@ -122,6 +124,7 @@ def build_units(
             if draft_set is None and spec.exclude != engine.exclude:
                 draft_set = spec.exclude
         variant, plan = _variant(checkpoint, engine, target_set, draft_set)
+        target_plan = plan_digest(module for module in plan.modules if module.part != "draft")
         quantised = variant.model_format is not None or checkpoint.quantization is not None
         label = exclude_label(target_set, quantised)
         if draft_set is not None and draft_set != target_set:
@@ -132,6 +135,7 @@ def build_units(
         for (prompts, ids), degree, policy in itertools.product(encoded, temperatures, policies):
             for draft_policy in draft_policies or [policy]:
                 config = PointConfig(
+                    method=method if any(module.part == "draft" for module in plan.modules) else "run",
                     checkpoint=identity,
                     plan=plan_digest(plan.modules),
                     excluded=excluded_modules(plan.modules, "target"),
@@ -158,7 +162,7 @@ def build_units(
                     prompt_set=prompts.label,
                     remark=remark,
                 )
-                units.append(Unit(config, variant, labels, depths))
+                units.append(Unit(config, variant, labels, depths, config.target_hash(target_plan)))
     return units
 
 

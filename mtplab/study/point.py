@@ -28,6 +28,12 @@ DRAFT_SETTINGS = ("draft_sampling", "target_hidden", "draft_hidden")
 # what `generate` takes of a point, under the same names there
 _RUN = (*SamplingConfig.model_fields, *DRAFT_SETTINGS, "quant_policy", "draft_quant_policy", "exact")
 
+# what leaves the target alone, and what `target_plan` says better
+_DRAFT_ONLY = {"method", "plan", "excluded", "draft_excluded", "model_format", "draft_quant_policy", "domains"} | {
+    "draft_sampling",
+    "draft_hidden",
+}
+
 
 class PointConfig(BaseModel):
     """Everything that decides a point's numbers at a given depth, resolved.
@@ -94,6 +100,12 @@ class PointConfig(BaseModel):
     def run_arguments(self) -> dict[str, Any]:
         """Keyword arguments of `generate` beside the model, the prompts and the depth."""
         return {name: getattr(self, name) for name in _RUN}
+
+    def target_hash(self, target_plan: str) -> str:
+        """SHA-256 of what decides the target's output and what a draft reads of it: points that agree on it differ in
+        their drafts only. `target_plan` digests what the plan makes of every module but the draft's."""
+        deciding = self.model_dump(mode="json", exclude=_DRAFT_ONLY) | {"target_plan": target_plan}
+        return hashlib.sha256(canonical_json(deciding).encode("ascii")).hexdigest()
 
     def settings(self) -> dict[str, Any]:
         """The config without the long lists, for a row's provenance (JSON-ready)."""

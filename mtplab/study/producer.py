@@ -1,7 +1,7 @@
-"""One point at one depth through the real runner: settings in, a result row out.
+"""One point at one depth, through the real runner or from the point's trace: settings in, a result row out.
 
 The only module of this room that knows what a runner's result looks like. It does not know about files, other
-points or who asked; whatever else can produce rows (a trace) stands beside it and gives the same rows.
+points or who asked. At temperature 0 both ways give the same numbers.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ from mtplab.study.row import DomainStats, ResultRow, counts_of
 
 if TYPE_CHECKING:
     from mtplab.decode import AcceptanceStats
+    from mtplab.study.acceptance import Acceptance
 
-__all__ = ["Labels", "error_row", "produce"]
+__all__ = ["Labels", "error_row", "produce", "traced_row", "weight_facts"]
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,7 @@ def produce(
         **counts_of(stats),
         conditional=stats.conditional,
         by_domain=_by_domain(config.domains, generation.per_prompt),
-        **_bytes(model, config, generation),
+        **_bytes(model, config, (generation.memory or {}).get("state_bytes")),
         # prefill is the same work at every depth; what a depth changes is the rest
         seconds=generation.decode_seconds,
         tokens_per_second=generation.tokens_per_second,
@@ -78,6 +79,31 @@ def produce(
         provenance=provenance.collect(str(getattr(model, "device", config.device)), config.settings())
         | {"threads": generation.settings["threads"]},
     )
+
+
+def traced_row(acceptance: Acceptance, config: PointConfig, depth: int, labels: Labels) -> ResultRow:
+    """The row of a depth from the point's trace. A trace decodes once for all depths, so a depth has no seconds and no
+    tokens per second of its own: both are None; what the trace took stands in the provenance."""
+    trace = acceptance.trace
+    per_prompt = acceptance.per_prompt(depth)
+    stats = reduce(operator.add, per_prompt)
+    model = trace.settings["model"]
+    about = {"max_depth": trace.max_depth, "seconds": trace.seconds, "target_reused": trace.settings["target_reused"]}
+    return ResultRow(
+        **_settings(config, depth, labels),
+        **counts_of(stats),
+        conditional=stats.conditional,
+        by_domain=_by_domain(config.domains, per_prompt),
+        **model["bytes"],
+        output_hash=trace.output_hash,
+        provenance=provenance.collect(model["device"], config.settings())
+        | {"threads": trace.settings["threads"], "trace": about},
+    )
+
+
+def weight_facts(model: Any, config: PointConfig) -> dict[str, Any]:
+    """What a row says of the model that a trace was made with, JSON-ready: its bytes and its device."""
+    return {"bytes": _bytes(model, config, model.state_bytes()), "device": str(model.device)}
 
 
 def error_row(config: PointConfig, depth: int, labels: Labels, error: str) -> ResultRow:
@@ -114,12 +140,12 @@ def _by_domain(domains: Sequence[str], per_prompt: Sequence[AcceptanceStats]) ->
     return {domain: DomainStats.of(parts) for domain, parts in groups.items()}
 
 
-def _bytes(model: Any, config: PointConfig, generation: Any) -> dict[str, Any]:
+def _bytes(model: Any, config: PointConfig, state_bytes: int | None) -> dict[str, Any]:
     draft = model.plan.loaded_nbytes("draft")
     return {
         "target_weight_bytes": model.plan.loaded_nbytes() - draft,
         "draft_weight_bytes": draft,
         "kv_bytes_per_token": model.kv_bytes_per_token(config.quant_policy, "target"),
         "draft_kv_bytes_per_token": model.kv_bytes_per_token(config.draft_quant_policy, "draft"),
-        "state_bytes": (generation.memory or {}).get("state_bytes"),
+        "state_bytes": state_bytes,
     }

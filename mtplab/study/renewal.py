@@ -1,4 +1,4 @@
-"""From what drafts would be accepted at every slot to the rounds that a depth gives: DESIGN §6's renewal walk.
+"""From what drafts would be accepted at every slot to the rounds that a depth gives: a renewal walk over positions.
 
 A round that begins at a slot emits a + 1 tokens with probability alpha_1 … alpha_a (1 − alpha_{a+1}), and the next one
 begins there. One recursion forward over the slots gives the expected counts, exactly, for any depth, also one that
@@ -66,9 +66,13 @@ def expected_counts(alpha: np.ndarray, slots: np.ndarray, depth: int | np.ndarra
             if flow.any():
                 np.add.at(visits, (rows, at + emits[:, at, a]), flow)
     begun = visits[:, :s] * (left > 0)
-    per_position = np.einsum("ps,psk->pk", begun, survive)
+    rounds = begun.sum(1)
+    # sums taken in another order may pass each other by a rounding
+    per_position = np.minimum.accumulate(
+        np.concatenate([rounds[:, None], np.einsum("ps,psk->pk", begun, survive)], axis=1), axis=1
+    )[:, 1:]
     return Counts(
-        rounds=begun.sum(1),
+        rounds=rounds,
         drafted=(begun * depths).sum(1),
         accepted=per_position.sum(1),
         emitted=np.asarray(slots, dtype=np.float64),

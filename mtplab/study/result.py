@@ -10,12 +10,15 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from mtplab.errors import MtplabError
+from mtplab.errors import ConfigError, MtplabError
 from mtplab.study.interval import length_error
 from mtplab.study.row import ResultRow
 from mtplab.study.words import cache_words, weights_words
+
+if TYPE_CHECKING:
+    from mtplab.study.trace import Trace
 
 __all__ = ["SweepResult"]
 
@@ -130,6 +133,25 @@ class SweepResult:
             f"<table><thead><tr>{row(header, 'th')}</tr></thead><tbody>{body}</tbody></table></div>"
             f"<div>{html.escape(self.summary())}</div>{foot}</div>"
         )
+
+    def trace(self, point: ResultRow | str) -> Trace:
+        """The trace behind a row, or behind a point named by its hash: ask it for any depth, schedule or gate.
+
+        Raises ConfigError where there is none: rows of runs have none, and traces may have been deleted.
+        """
+        from mtplab.study.store import PointStore
+        from mtplab.study.tracestore import TraceStore
+
+        name = point if isinstance(point, str) else getattr(point, "point", None)
+        if self.folder is None or not isinstance(name, str) or name not in {row.point for row in self.rows}:
+            raise ConfigError(f"{point!r:.80}: expected a row of this result, or its point, and one results folder")
+        found = TraceStore(PointStore(self.folder)).trace(name)
+        if found is None:
+            raise ConfigError(
+                f"{self.folder}: no trace of point {name[:12]}…; rows with method 'trace' have one: sweep with "
+                "method='trace' again, or trace with mtplab.trace"
+            )
+        return found
 
     def to_frame(self) -> Any:
         """A pandas DataFrame, one line per result row. Raises `MtplabError` without pandas."""

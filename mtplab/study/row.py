@@ -92,7 +92,8 @@ class ResultRow(_Frozen):
     counts all that is not the draft's, embedding and head included, in the dtypes that the plan gives;
     `kv_bytes_per_token` is summed over layers, as deployed: a cache of `none` counts the checkpoint's dtype, though it
     is held in the dtype that is computed in. `state_bytes` is the recurrent and convolution state of one sequence.
-    `seconds` is the wall time of the run without its prefill and `tokens_per_second` is `tokens / seconds`. `kl`
+    `seconds` is the wall time of the run without its prefill and `tokens_per_second` is `tokens / seconds`; a trace has
+    every depth from one decoding, so both are None there. `kl`
     (nats), `top1_agreement` and `perplexity` have a place and are not measured yet: always None. `output_hash` is the
     SHA-256 of the emitted ids: at temperature 0 it must not depend on the depth. `remark` is what a reader must know
     about the settings. A row with an `error` carries no numbers.

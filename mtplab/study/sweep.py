@@ -13,7 +13,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from mtplab.config import EngineConfig, SamplingConfig, SpecConfig
 from mtplab.errors import ConfigError
@@ -59,6 +59,7 @@ def sweep(
     exact: bool = True,
     domains: list[str] | None = None,
     limit: int | None = None,
+    method: Literal["trace", "run"] | None = None,
     executor: concurrent.futures.Executor | None = None,
     on_progress: Callable[[SweepProgress], None] | None = None,
     load_model: Callable[..., Any] | None = None,
@@ -88,6 +89,10 @@ def sweep(
         on_row: called with each row as it is there, read back ones included.
         on_progress: called with a `SweepProgress` at every row and round.
         cancel: an event; when set, the sweep stops within a round and returns what it has.
+        method: "trace" decodes a point once and has every depth from that (`mtplab.trace`); its rows have no seconds
+            of their own. "run" decodes at every depth and measures what it takes. At temperature 0 both count the
+            same; above it a trace gives expectations. None traces, except where there is nothing to trace (depth 0
+            only, a model without a draft) or a `generate` is given. Traces are kept in the folder: `SweepResult.trace`.
         executor: any `concurrent.futures.Executor`; its workers must see the `results` folder. Default: here.
         load_model, generate: other callables with the signatures of mtplab's own.
 
@@ -101,6 +106,8 @@ def sweep(
     hooks = {"on_row": on_row, "on_progress": on_progress, "load_model": load_model, "generate": generate}
     _check_hooks(hooks, cancel, executor)
     cancel = cancel if cancel is not None else threading.Event()
+    asked_depths = check_depths(depths)
+    method = _method(method, generate, asked_depths)
     checkpoint, model = _opened(model_or_path)
     if model is not None:
         engine, spec = model.engine, model.spec
@@ -132,7 +139,7 @@ def sweep(
     units = build_units(
         checkpoint,
         settings,
-        check_depths(depths),
+        asked_depths,
         [chosen.narrowed(domains, limit) for chosen in prompt_sets(prompts)],
         exclude,
         draft_exclude,
@@ -140,6 +147,7 @@ def sweep(
         draft_quant_policy,
         temperature,
         encode=getattr(model, "encode", None),
+        method=method,
     )
     if results is None:
         results = Path("results") / checkpoint_folder(checkpoint).resolve().name
@@ -319,7 +327,8 @@ class _Job:
         fraction = progress.tokens_done / progress.tokens_total if progress.tokens_total else 0.0
         labels = unit.labels
         weights = weights_words(labels.exclude_label, unit.config.model_format)
-        current = f"{weights} · {cache_words(unit.config.quant_policy)} · depth {depth}"
+        what = "all depths" if unit.config.method == "trace" else f"depth {depth}"
+        current = f"{weights} · {cache_words(unit.config.quant_policy)} · {what}"
         self._tell(current, min(1.0, fraction), (unit.point, depth))
 
     def _tell(self, current: str, fraction: float, at: tuple[str, int] | None) -> None:
@@ -370,6 +379,17 @@ def _check_hooks(hooks: dict[str, Any], cancel: Any, executor: Any) -> None:
             f"executor is {executor!r:.60}; expected a concurrent.futures.Executor, such as ProcessPoolExecutor(4), or "
             "None to run here"
         )
+
+
+def _method(method: Any, generate: Any, depths: tuple[int, ...]) -> Literal["run", "trace"]:
+    """How rows are made where nobody, or somebody, says so."""
+    if method not in (None, "trace", "run"):
+        raise ConfigError(f"method is {method!r:.60}; expected 'trace', 'run', or None to leave it open")
+    if method == "trace" and generate is not None:
+        raise ConfigError(
+            "method is 'trace' and a generate is given, which a trace does not call: leave one of them out"
+        )
+    return method or ("run" if generate is not None or depths == (0,) else "trace")
 
 
 def _opened(model_or_path: Any) -> tuple[Any, Any]:

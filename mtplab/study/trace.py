@@ -1,6 +1,6 @@
 """`trace`: the target's output and the draft's proposals at every slot of it, once; every depth follows from that.
 
-Keeps, saves and reads back; `decode/tracing.py` produces, `acceptance.py` concludes.
+Keeps, saves and reads back; `decode/tracing.py` and `decode/chains.py` produce, `acceptance.py` concludes.
 """
 
 from __future__ import annotations
@@ -20,10 +20,12 @@ import numpy as np
 from mtplab.errors import ConfigError
 
 if TYPE_CHECKING:
+    from mtplab.decode.settings import RunSettings
+    from mtplab.decode.tracing import TargetOutput
     from mtplab.quant.policy import QuantPolicy
     from mtplab.study.acceptance import Acceptance
 
-__all__ = ["TRACE_SCHEMA", "Trace", "trace"]
+__all__ = ["TRACE_SCHEMA", "Trace", "decoded", "trace", "traced"]
 
 TRACE_SCHEMA = 1
 _ARRAYS = ("tokens", "output_lengths", "prompt_lengths", "hits", "log_q", "top", "log_p")
@@ -184,11 +186,7 @@ def trace(
 
     Raises ConfigError as `generate` does, Cancelled where `cancel` was set.
     """
-    import torch
-
     from mtplab.decode.settings import resolve_run
-    from mtplab.decode.threads import on_device, running_with
-    from mtplab.decode.tracing import TargetRun, draft_table
 
     asked = resolve_run(
         model,
@@ -217,32 +215,54 @@ def trace(
     names = tuple(domains) if domains is not None else ("",) * len(asked.ids)
     if len(names) != len(asked.ids):
         raise ConfigError(f"domains has {len(names)} names for {len(asked.ids)} prompts; expected one for each")
-    seconds = {"prompts": 0.0, "decode": 0.0, "draft": 0.0}
-    outputs: list[list[int]] = []
-    tables = []
+    output, seconds = decoded(model, asked, on_round, cancel)
+    return traced(model, asked, names, output, seconds, cancel)
+
+
+def decoded(
+    model: Any,
+    asked: RunSettings,
+    on_round: Callable[[Any], None] | None = None,
+    cancel: threading.Event | None = None,
+) -> tuple[TargetOutput, dict[str, float]]:
+    """The target's half of a trace, which no draft changes, and the seconds of its parts."""
+    import torch
+
+    from mtplab.decode.threads import on_device, running_with
+    from mtplab.decode.tracing import target_output
+
     with torch.inference_mode(), running_with(asked.threads), on_device(model.device):
-        for first in range(0, len(asked.ids), asked.max_batch):
-            batch = asked.ids[first : first + asked.max_batch]
-            run = TargetRun(
-                model, batch, asked.spec, asked.sampling, asked.policy, asked.draft_policy, asked.exact, first
-            )
-            began = time.perf_counter()
-            took = run.go(on_round, cancel)
-            decoded = time.perf_counter()
-            tables += draft_table(run, max_depth, cancel)
-            seconds["prompts"] += took
-            seconds["decode"] += decoded - began - took
-            seconds["draft"] += time.perf_counter() - decoded
-            outputs += run.tokens
+        return target_output(model, asked, on_round, cancel)
+
+
+def traced(
+    model: Any,
+    asked: RunSettings,
+    domains: Sequence[str],
+    output: TargetOutput,
+    seconds: dict[str, float] | None = None,
+    cancel: threading.Event | None = None,
+) -> Trace:
+    """A trace of the target's output up to the depth asked for; `seconds` are what `decoded` gave with it, None where
+    it was there already."""
+    import torch
+
+    from mtplab.decode.chains import draft_table
+    from mtplab.decode.threads import on_device, running_with
+
+    with torch.inference_mode(), running_with(asked.threads), on_device(model.device):
+        began = time.perf_counter()
+        table = draft_table(model, asked, output, cancel)
+        took = time.perf_counter() - began
     return Trace(
-        tokens=np.concatenate([np.array(output, np.int32) for output in outputs]),
-        output_lengths=np.array([len(output) for output in outputs]),
+        tokens=np.concatenate([np.array(tokens, np.int32) for tokens in output.tokens]),
+        output_lengths=np.array([len(tokens) for tokens in output.tokens]),
         prompt_lengths=np.array([len(ids) for ids in asked.ids]),
-        hits=np.concatenate([table.hits for table in tables]),
-        log_q=np.concatenate([table.log_q for table in tables]),
-        top=np.concatenate([table.top for table in tables]),
-        log_p=np.concatenate([table.log_p for table in tables]),
-        domains=names,
+        hits=table.hits,
+        log_q=table.log_q,
+        top=table.top,
+        log_p=output.log_p,
+        domains=tuple(domains),
         settings=asked.to_dict() | {"draft_quant_policy": asked.draft_policy.name},
-        seconds=seconds,
+        seconds=(seconds or {"prompts": 0.0, "decode": 0.0}) | {"draft": took},
     )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -61,6 +61,7 @@ class Unit:
     variant: Variant
     labels: Labels
     depths: tuple[int, ...]
+    target: str  # equal for units whose targets do the same
 
     @property
     def point(self) -> str:
@@ -185,36 +186,99 @@ def work(
                 take(rows[depth], True)
             else:
                 missing.append(depth)
-        for depth in missing:
-            if cancel.is_set():
-                outcome.cancelled = True
-                return outcome
-            started = time.monotonic()
-            try:
-                model, loading = slot.get(unit.variant, hooks)
-                outcome.load_seconds += loading
-                started = time.monotonic()
-                row = produce(
-                    model,
-                    unit.config,
-                    depth,
-                    unit.labels,
-                    hooks.generator(),
-                    on_round=None if on_round is None else (lambda p, d=depth: on_round(d, p)),
-                    cancel=cancel,
-                )
-            except Exception as problem:
-                if cancel.is_set():  # the runner's way of stopping
-                    outcome.cancelled = True
-                    return outcome
-                row = error_row(unit.config, depth, unit.labels, one_line(problem))
-            rows[depth] = row
+        made = _traced if unit.config.method == "trace" else _run
+        for new in made(unit, missing, store, slot, hooks, cancel, on_round, outcome):
+            rows |= {row.depth: row for row in new}
             store.write(unit.config, rows.values())
-            outcome.seconds[depth] = time.monotonic() - started
-            take(row, False)
-            if row.error is not None:
-                break
+            for row in new:
+                take(row, False)
     return outcome
+
+
+def _run(
+    unit: Unit,
+    depths: list[int],
+    store: PointStore,
+    slot: ModelSlot,
+    hooks: Hooks,
+    cancel: Any,
+    on_round: Callable[[int, Any], None] | None,
+    outcome: Outcome,
+) -> Iterator[list[ResultRow]]:
+    """Depth after depth through the runner, up to the first that fails."""
+    for depth in depths:
+        if cancel.is_set():
+            outcome.cancelled = True
+            return
+        started = time.monotonic()
+        try:
+            model, loading = slot.get(unit.variant, hooks)
+            outcome.load_seconds += loading
+            started = time.monotonic()
+            row = produce(
+                model,
+                unit.config,
+                depth,
+                unit.labels,
+                hooks.generator(),
+                on_round=None if on_round is None else (lambda p, d=depth: on_round(d, p)),
+                cancel=cancel,
+            )
+        except Exception as problem:
+            if cancel.is_set():  # the runner's way of stopping
+                outcome.cancelled = True
+                return
+            row = error_row(unit.config, depth, unit.labels, one_line(problem))
+        outcome.seconds[depth] = time.monotonic() - started
+        yield [row]
+        if row.error is not None:
+            return
+
+
+def _traced(
+    unit: Unit,
+    depths: list[int],
+    store: PointStore,
+    slot: ModelSlot,
+    hooks: Hooks,
+    cancel: Any,
+    on_round: Callable[[int, Any], None] | None,
+    outcome: Outcome,
+) -> Iterator[list[ResultRow]]:
+    """All depths from one trace; what fails, fails at the least of them."""
+    from mtplab.study.tracer import rows_of
+    from mtplab.study.tracestore import TraceStore
+
+    if not depths or cancel.is_set():
+        outcome.cancelled = bool(depths)
+        return
+    started = time.monotonic()
+
+    def model() -> Any:
+        nonlocal started
+        loaded, loading = slot.get(unit.variant, hooks)
+        outcome.load_seconds += loading
+        started = time.monotonic()
+        return loaded
+
+    try:
+        rows = rows_of(
+            unit,
+            depths,
+            TraceStore(store),
+            model,
+            lambda name: _owned(store, name, True, cancel),
+            on_round=None if on_round is None else (lambda p: on_round(depths[0], p)),
+            cancel=cancel,
+        )
+    except Exception as problem:
+        if cancel.is_set():
+            outcome.cancelled = True
+            return
+        rows = [error_row(unit.config, depths[0], unit.labels, one_line(problem))]
+    for row in rows:
+        outcome.seconds[row.depth] = (time.monotonic() - started) / len(rows)
+    yield rows
 
 
 _mine = threading.local()

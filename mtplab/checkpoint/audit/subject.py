@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from mtplab.checkpoint.audit.heads import Head, find_head
+from mtplab.checkpoint.bounded_regex import FIRST_SECONDS
 from mtplab.checkpoint.config_json import text_config
 from mtplab.checkpoint.exclusions import ListedModules
 from mtplab.checkpoint.names import module_of
@@ -65,13 +67,17 @@ class Subject:
     @cached_property
     def listed(self) -> ListedModules:
         entries = self.quantization.exclusions if self.quantization is not None else ()
-        return ListedModules(entries, self.quantization.where if self.quantization is not None else "")
+        to_end = self.quantization is None or self.quantization.exclusions_to_end
+        return ListedModules(entries, self.quantization.where if self.quantization is not None else "", to_end)
 
     def bad_patterns(self) -> list[tuple[str, str]]:
         """(entry, what is wrong) for the entries of the exclusion list that cannot be run on these names."""
         names = {module_of(name) for name in self.ckpt.tensors}
         found = []
+        begun = time.thread_time()
         for entry in self.quantization.exclusions if self.quantization is not None else ():
+            if time.thread_time() - begun > FIRST_SECONDS:
+                break  # a list so long is refused as a whole
             one = ListedModules([entry], self.quantization.where if self.quantization is not None else "")
             try:
                 for name in names if one.has_patterns else ():

@@ -115,6 +115,13 @@ class _Run:
             yield from self._bytes()
             if piece.action == CARRY:
                 assert piece.scale is not None and self.stored_scale is not None
+                if self.power_of_two and not bool((self.stored_scale.frexp().mantissa == 0.5).all()):
+                    assert piece.pair is not None
+                    scale = piece.pair.scale
+                    raise CheckpointError(
+                        f"{scale.file}: tensor {shown(scale.name)} holds other scales than powers of two, which the "
+                        "config promises (scale_fmt 'ue8m0'). Write it with float scales, or correct the config."
+                    )
                 self.file.put(piece.scale.name, self.stored_scale.reshape(piece.scale.shape))
         elif piece.action == DECODE:
             for start, stop in self._bands(1):

@@ -65,6 +65,7 @@ class QuantizationConfig:
     exclusions: tuple[str, ...] = ()  # modules kept in high precision, as listed
     exclusions_key: str = "modules_to_not_convert"
     kv_cache: str | None = None  # what the KV cache is to be quantised to, in the config's own words
+    exclusions_to_end: bool = True  # what a pattern among the exclusions matches ends at a dot or the name's end
 
 
 class SharedScale(NamedTuple):

@@ -45,7 +45,8 @@ def _parse(content: dict[str, Any], where: str) -> QuantizationConfig:
     entries, key = names_listed(content, ("ignore",), where)
     kv = content.get("kv_cache_scheme")
     said = shown({k: kv.get(k) for k in ("num_bits", "type", "strategy")}) if isinstance(kv, dict) else None
-    return QuantizationConfig("compressed-tensors", where, scheme_of, entries, key, said)
+    # `re:.*gate` covers gate_proj too (re.match)
+    return QuantizationConfig("compressed-tensors", where, scheme_of, entries, key, said, False)
 
 
 def _scheme(group: dict[str, Any], overall: Any, where: str) -> Scheme:

@@ -72,6 +72,8 @@
     .map((value) => [value, value === 0 ? "0 (greedy)" : String(value)]));
   const domains = unique(rows.flatMap((row) => Object.keys(row.by_domain || {})));
   options("domain", [[ALL, "all prompts"], ...(domains.length > 1 ? domains.map((name) => [name, clean(name)]) : [])]);
+  // rows of traces have no speed: every depth comes from one decoding
+  if (!rows.some((row) => row.tokens_per_second != null)) $("view").querySelector('[value="speed"]').remove();
   $("view").addEventListener("change", draw);
   const depths = unique(rows.map((row) => row.depth)).sort((a, b) => a - b);
   Object.assign($("depth"), { min: 0, max: Math.max(0, depths.length - 1), value: Math.max(0, depths.length - 1) });

@@ -1,0 +1,81 @@
+"""Sizes and bytes read from a checkpoint's headers: the bundled one, and DeepSeek-V3's in sparse files."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+
+import mtplab
+from mtplab.errors import CheckpointError
+from mtplab.study.checkpoint_sizes import sizes_of, weights_of
+from mtplab.study.models_catalogue import model
+from sparse_checkpoints import write_deepseek_v3
+
+V3 = {
+    "num_attention_heads": 128, "num_key_value_heads": 128, "q_lora_rank": 1536, "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "intermediate_size": 18432,
+    "moe_intermediate_size": 2048, "n_shared_experts": 1, "num_experts_per_tok": 8, "first_k_dense_replace": 3,
+    "moe_layer_freq": 1,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["bundled", "bundled_fp8"])
+def test_the_bundled_checkpoint(name, request):
+    """Bytes of all parts add up to the plan's, but for norms, convolutions and what else a product does not read."""
+    opened = mtplab.open_checkpoint(request.getfixturevalue(name))
+    sizes = sizes_of(opened)
+    assert (sizes.hidden, sizes.layers, sizes.attention_layers, sizes.tied) == (256, 4, 1, True)
+    kept = weights_of(opened, sizes)
+    assert kept.nbytes(sizes) == pytest.approx(opened.plan().loaded_nbytes(), rel=0.01)
+    assert kept.mixer.rate == ("fp8" if name == "bundled_fp8" else "bf16") and kept.fc.rate == kept.head.rate == "bf16"
+    assert kept.mlp.nbytes == pytest.approx(1 + 4 / 128**2 if name == "bundled_fp8" else 2)
+
+
+def test_fp8_made_at_load(bundled):
+    opened = mtplab.open_checkpoint(bundled)
+    kept = weights_of(opened, sizes_of(opened), "fp8")
+    assert kept.mlp.nbytes == pytest.approx(1 + 4 / 128**2) and "fp8" in kept.name
+    assert kept.fc.rate == kept.head.rate == "bf16"  # the published exclusions, unless others are asked for
+
+
+@pytest.mark.slow
+def test_a_checkpoint_of_deepseek_v3_is_the_catalogues(tmp_path):
+    """Names, dtypes and shapes of the release, without its bytes: sizes and bytes of every part are the preset's."""
+    write_deepseek_v3(tmp_path / "v3", shards=8, config=V3)
+    opened = mtplab.open_checkpoint(tmp_path / "v3")
+    sizes, expected = sizes_of(opened), model("DeepSeek-V3")
+    assert sizes.parameters() == expected.parameters() and sizes.attention == expected.attention
+    kept = weights_of(opened, sizes)
+    for part, nbytes in {"mixer": 1, "mlp": 1, "experts": 1, "head": 2, "draft_fc": 2, "draft_mixer": 1, "draft_mlp": 1,
+                         "draft_experts": 1}.items():  # fmt: skip
+        assert kept.of(part).nbytes == pytest.approx(nbytes, rel=2e-3), part
+
+
+def _changed(bundled, folder, **changes):
+    shutil.copytree(bundled, folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **changes}))
+    return mtplab.open_checkpoint(folder)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"hidden_size": "wide"}, "config.json gives hidden_size as 'wide'; expected a whole number above 0"),
+        ({"num_attention_heads": 0}, "gives num_attention_heads as 0; expected"),
+        ({"linear_value_head_dim": None}, "gives linear_value_head_dim as None"),
+        ({"num_experts": 8, "moe_intermediate_size": 64, "num_experts_per_tok": 2, "decoder_sparse_step": 2},
+         "spreads experts over some layers only"),
+    ],
+)  # fmt: skip
+def test_dimensions_that_make_no_sense_are_refused(bundled, tmp_path, changes, words):
+    with pytest.raises(CheckpointError, match=words):
+        sizes_of(_changed(bundled, tmp_path / "ckpt", **changes))
+
+
+def test_bytes_that_do_not_fit_the_dimensions_are_refused(bundled, tmp_path):
+    opened = _changed(bundled, tmp_path / "ckpt", intermediate_size=64)
+    with pytest.raises(CheckpointError, match=r"mlp has .* bytes, 16.00 for each of .*; expected 0.3 to 4.6"):
+        weights_of(opened, sizes_of(opened))

@@ -57,7 +57,10 @@ class Model:
         return self.device.type == "cpu" and self.dtype == torch.float32
 
     def with_exclusions(
-        self, exclude: str | list[str] | None, draft_exclude: str | list[str] | None = None, model_format: str | None = None
+        self,
+        exclude: str | list[str] | None,
+        draft_exclude: str | list[str] | None = None,
+        model_format: str | None = None,
     ) -> Model:
         """This model as `load_model` gives it with other exclusions, and what both treat alike shared; see
         `variant.with_exclusions`."""

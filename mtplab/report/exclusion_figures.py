@@ -35,8 +35,8 @@ def sensitivity_bars(found: Any) -> Picture:
         rows = [row for row in rows if row in kept]
     figure = new_figure(1.6 + 0.24 * max(4, len(rows)))
     left, right = figure.subplots(1, 2, sharey=True)
-    style_axes(left, "Alone in FP8: the target's KL", "KL from BF16 (millinats per token)", "")
-    style_axes(right, "Alone in FP8: acceptance", f"Change of length at depth {found.depth} (tokens per round)", "")
+    style_axes(left, "Alone in FP8: target's KL", "Millinats per token", "")
+    style_axes(right, f"Alone in FP8: acceptance, depth {found.depth}", "Change, tokens per round", "")
     if not rows:
         return Picture(nothing_drawn(figure, left, right), "Sensitivity of modules: there are none.")
     for at, row in enumerate(rows):

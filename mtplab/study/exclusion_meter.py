@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
+import math
 import os
 import threading
 import time
@@ -23,7 +24,7 @@ import numpy as np
 from mtplab.config import MAX_DEPTH
 from mtplab.errors import ConfigError
 from mtplab.study.interval import jackknife, without_one
-from mtplab.study.module_groups import ModuleGroup, module_groups
+from mtplab.study.module_groups import ModuleGroup, module_groups, never_fp8
 from mtplab.study.point import canonical_json
 
 __all__ = ["Change", "ExclusionMeter", "Measured", "kl_change", "length_change", "relative_loss"]
@@ -153,7 +154,10 @@ class ExclusionMeter:
         self.computed = 0
         plan = self.model.checkpoint.plan(exclude="none", model_format="fp8")
         self.modules = {m.name: m.part for m in plan.modules if m.weight == "fp8"}
+        grouped = {name for group in self.groups for name in group.modules}
+        self.fixed = frozenset(name for name in self.modules if name not in grouped and never_fp8(name))
         self._last = self.model
+        self._outputs: dict[frozenset[str], Any] = {}
         self._results = None if results is None else Path(results)
         self._file = self._kept_in()
 
@@ -167,13 +171,13 @@ class ExclusionMeter:
             other.__dict__.pop(name, None)
         other.prompts = [list(ids) for ids in load_prompts(prompts).encoded(self.model.encode)]
         other.seed = self.seed if seed is None else seed
-        other.measured, other.computed = {}, 0
+        other.measured, other.computed, other._outputs = {}, 0, {}
         other._file = other._kept_in()
         return other
 
     @cached_property
     def all_fp8(self) -> Measured:
-        """Nothing excluded."""
+        """Nothing excluded but what engines never build in FP8."""
         return self.measure(())
 
     @cached_property
@@ -189,7 +193,8 @@ class ExclusionMeter:
 
     def measure(self, kept: Iterable[ModuleGroup | str]) -> Measured:
         """The set that keeps these groups, or modules by name, in BF16, and quantises all others. Raises Cancelled."""
-        return self._of({name for each in kept for name in ((each,) if isinstance(each, str) else each.modules)})
+        names = {name for each in kept for name in ((each,) if isinstance(each, str) else each.modules)}
+        return self._of(names | self.fixed)
 
     def alone(self, group: ModuleGroup) -> Measured:
         """The set that quantises this group, and nothing else. Raises Cancelled."""
@@ -204,14 +209,17 @@ class ExclusionMeter:
 
     def _measure(self, excluded: frozenset[str]) -> Measured:
         from mtplab.decode import Cancelled
+        from mtplab.decode.threads import running_with, thread_count
 
         if self.cancel is not None and self.cancel.is_set():
             raise Cancelled("cancelled between two measurements")
         began = time.perf_counter()
-        # from the last one: most sets differ from it in a module or two
-        self._last = model = self._last.with_exclusions(sorted(excluded) or "none", model_format="fp8")
-        kl, agreed = self._quality(model, excluded)
-        tokens, rounds = self._acceptance(model)
+        weights = sum(math.prod(module.shape) for module in self.model.plan.modules)
+        with running_with(thread_count(None, weights, self.model.device)):
+            # from the last one: most sets differ from it in a module or two
+            self._last = model = self._last.with_exclusions(sorted(excluded) or "none", model_format="fp8")
+            kl, agreed = self._quality(model, excluded)
+            tokens, rounds = self._acceptance(model, excluded)
         seconds = round(time.perf_counter() - began, 4)
         nbytes = model.plan.loaded_nbytes()
         found = Measured(tuple(sorted(excluded)), nbytes, kl, agreed, self._judged, tokens, rounds, seconds)
@@ -253,13 +261,40 @@ class ExclusionMeter:
     def _of_target(self, excluded: frozenset[str]) -> frozenset[str]:
         return frozenset(name for name in excluded if self.modules[name] != "draft")
 
-    def _acceptance(self, model: Any) -> tuple[tuple[float, ...], tuple[float, ...]]:
-        """(tokens, rounds) by prompt."""
-        from mtplab.study.trace import trace
+    def _acceptance(self, model: Any, excluded: frozenset[str]) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        """(tokens, rounds) by prompt. Drafts of one target share its output."""
+        from mtplab.decode.settings import resolve_run
+        from mtplab.study.trace import decoded, traced
 
-        found = trace(
-            model, self.prompts, self.depth, max_new_tokens=self.max_new_tokens, ignore_eos=True, cancel=self.cancel
+        asked = resolve_run(
+            model,
+            self.prompts,
+            self.depth,
+            temperature=0.0,
+            seed=0,
+            max_new_tokens=self.max_new_tokens,
+            top_k=0,
+            top_p=1.0,
+            quant_policy=None,
+            draft_quant_policy=None,
+            draft_sampling="greedy",
+            target_hidden="post_norm",
+            draft_hidden="post_norm",
+            exact=None,
+            compile=False,
+            ignore_eos=True,
+            max_batch=64,
+            threads=None,
+            on_round=None,
+            cancel=self.cancel,
         )
+        mine = self._of_target(excluded)
+        if mine not in self._outputs:
+            # drafts are compared under a target that is all BF16 or all FP8, or the one looked at last
+            ends = (frozenset(), self._of_target(frozenset(self.modules)))
+            self._outputs = {key: value for key, value in self._outputs.items() if key in ends}
+            self._outputs[mine] = decoded(model, asked, cancel=self.cancel)[0]
+        found = traced(model, asked, ("",) * len(self.prompts), self._outputs[mine], cancel=self.cancel)
         counts = found.acceptance().counts(self.depth)
         return tuple(counts.emitted.tolist()), tuple(counts.rounds.tolist())
 

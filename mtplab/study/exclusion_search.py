@@ -16,7 +16,7 @@ from typing import Any
 
 from mtplab.errors import ConfigError
 from mtplab.study.exclusion_meter import Change, ExclusionMeter, Measured, kl_change, length_change, relative_loss
-from mtplab.study.module_groups import ModuleGroup, as_list
+from mtplab.study.module_groups import ModuleGroup
 from mtplab.study.sensitivity import Sensitivity, sensitivity
 
 __all__ = ["Better", "Confirmed", "ExclusionSearch", "search_exclusions"]
@@ -32,6 +32,11 @@ class Better:
     nbytes: int
     kl: Change
     length: Change
+
+    @property
+    def worse_by_estimate(self) -> bool:
+        """Whether it is worse in one of the three, by however little."""
+        return self.nbytes > 0 or self.kl.value > 0 or self.length.value < 0
 
     @property
     def dominates(self) -> bool:
@@ -75,7 +80,7 @@ class ExclusionSearch:
     @property
     def exclude(self) -> list[str] | None:
         """The recommended list, as `quantize_checkpoint(exclude=…)` and `load_model` take it."""
-        return None if self.recommended is None else as_list(self.groups)
+        return None if self.recommended is None else list(self.recommended.excluded) or ["none"]
 
     @property
     def loss(self) -> Change | None:
@@ -101,19 +106,23 @@ class ExclusionSearch:
         return found
 
     def against(self, other: Measured) -> list[Better]:
-        """Every measured set against `other`, those that dominate it first, then by KL."""
+        """Every measured set against `other`: first those that dominate it, before them those whose estimates are all
+        no worse, and by KL."""
         found = [
             Better(point, point.nbytes - other.nbytes, kl_change(point, other), length_change(point, other))
             for point in self.points
             if point.excluded != other.excluded
         ]
-        return sorted(found, key=lambda b: (not b.dominates, b.kl.value, b.nbytes, b.measured.excluded))
+        return sorted(
+            found, key=lambda b: (not b.dominates, b.worse_by_estimate, b.kl.value, b.nbytes, b.measured.excluded)
+        )
 
     @property
     def better_than_published(self) -> Better | None:
-        """Of the sets that dominate the published list, that of the lowest KL; None where none does."""
+        """Of the sets that dominate the published list and are no worse by any estimate, that of the lowest KL; None
+        where there is none."""
         first = next(iter(self.against(self.published)), None)
-        return first if first is not None and first.dominates else None
+        return first if first is not None and first.dominates and not first.worse_by_estimate else None
 
     def to_records(self) -> list[dict[str, Any]]:
         """A dict for each measured set, smallest first."""
@@ -177,13 +186,17 @@ class ExclusionSearch:
         return " ".join(words)
 
     def _about_published(self) -> str:
-        name = f"the published list ({self.published.nbytes:,} bytes, KL {_plus_minus(self.published.mean_kl, 1, '.2g')})"
+        name = (
+            f"the published list ({self.published.nbytes:,} bytes, KL {_plus_minus(self.published.mean_kl, 1, '.2g')})"
+        )
         best = self.better_than_published
         if best is None:
-            return f"None of them dominates {name}."
-        words = [f"One dominates {name}: {_against(best)}."]
+            return f"None of them dominates {name} in bytes, KL and acceptance."
+        shown = not (best.kl.within_chance and best.length.within_chance)
+        verb = "dominates" if shown else "is smaller, with no loss shown, than"
+        words = [f"One {verb} {name}: {_against(best)}."]
         if self.confirmed is not None and self.confirmed.better is not None:
-            verdict = "it dominates there too" if self.confirmed.better.dominates else "there it does not dominate"
+            verdict = "this holds too" if self.confirmed.better.dominates else "this does not hold"
             words.append(f"On {self.confirmed.prompts} other prompts {verdict}: {_against(self.confirmed.better)}.")
         else:
             words.append("It was chosen on these prompts among many sets; others would tell whether it is one.")
@@ -252,9 +265,7 @@ class _Search:
         self.tell = progress
         self.seen: dict[tuple[str, ...], Measured] = {}
         # what a group is worth, as last measured
-        self.gain = {
-            row.group: row.kl.value if row.group.part == "target" else -row.length.value for row in found.rows
-        }
+        self.gain = {row.group: row.kl.value if row.group.part == "target" else -row.length.value for row in found.rows}
 
     def go(self) -> ExclusionSearch:
         for point in (self.meter.bf16, self.meter.all_fp8, self.meter.published):
@@ -362,8 +373,8 @@ def _size(groups: _Groups) -> tuple[int, list[str]]:
 def _against(better: Better) -> str:
     chance = {True: "within chance", False: "beyond chance"}
     return (
-        f"{better.nbytes:+,} bytes, KL {better.kl.value:+.2g} ({chance[better.kl.within_chance]}), acceptance length "
-        f"{better.length.value:+.2f} ({chance[better.length.within_chance]})"
+        f"{better.nbytes:+,} bytes, KL {_plus_minus(better.kl, 1, '+.2g')} ({chance[better.kl.within_chance]}), "
+        f"acceptance length {_plus_minus(better.length, 1, '+.2f')} ({chance[better.length.within_chance]})"
     )
 
 
@@ -377,5 +388,5 @@ def _upper(change: Change) -> float:
 
 
 def _plus_minus(change: Change, scale: float, form: str) -> str:
-    error = "" if not change.error else f" ± {change.error * scale:{form}}"
+    error = "" if not change.error else f" ± {change.error * scale:{form.lstrip('+')}}"
     return f"{change.value * scale:{form}}{error}"

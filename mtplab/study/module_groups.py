@@ -7,7 +7,7 @@ misread by some. Knows plans, names and bytes; nothing of models or measurements
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
@@ -15,13 +15,15 @@ from typing import Any
 from mtplab.checkpoint.names import nearest, normalised
 from mtplab.errors import CheckpointError, ConfigError
 
-__all__ = ["GROUPINGS", "ModuleGroup", "as_list", "module_groups"]
+__all__ = ["GROUPINGS", "ModuleGroup", "module_groups", "never_fp8"]
 
 GROUPINGS = ("fused", "module", "kind", "layer", "part")
 
 # what vLLM, SGLang and TensorRT-LLM build as one module of Qwen3.5 and its like
 _FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("in_proj_qkv", "in_proj_z"),
           ("in_proj_b", "in_proj_a"))  # fmt: skip
+# what engines build in BF16 whatever a list says, by the end of its name: the vocabulary head, routers and gates
+_NEVER = ("lm_head", "mlp.gate", "shared_expert_gate")
 _FAMILY = {name: family for family in _FUSED for name in family}
 _EXPERT = re.compile(r"\bexperts\.[0-9]+\b")
 _LAYER = re.compile(r"(.*?\blayers\.)([0-9]+)\.")
@@ -49,7 +51,8 @@ def module_groups(checkpoint: Any, grouping: str | Sequence[str] = "fused") -> l
             (one projection over all layers), "layer", "part" (the target's, the draft's), or a list of names and
             globs: a group each, and a module that none covers is FP8 in every set.
 
-    A model's own vocabulary head counts as the target's. Raises CheckpointError for a checkpoint that is quantised,
+    A vocabulary head and routers, which engines build in BF16 whatever a list says, are in no group but one that
+    names them, and BF16 in every set. Raises CheckpointError for a checkpoint that is quantised,
     ConfigError for an unknown grouping, a glob that covers nothing and two that cover the same module.
     """
     if checkpoint.quantization is not None:
@@ -73,17 +76,17 @@ def module_groups(checkpoint: Any, grouping: str | Sequence[str] = "fused") -> l
     ]
 
 
-def as_list(groups: Iterable[ModuleGroup]) -> list[str]:
-    """The groups' modules as an exclusion list: names on disk, sorted, or ["none"]."""
-    return sorted(name for group in groups for name in group.modules) or ["none"]
+def never_fp8(module: str) -> bool:
+    """Whether engines build a module in BF16 whatever a list says."""
+    return module.endswith(tuple(f".{end}" for end in _NEVER)) or module in _NEVER
 
 
 def _named(modules: list[str], grouping: str | Sequence[str]) -> list[tuple[str, str]]:
     """(module, its group's name)."""
     if isinstance(grouping, str) and grouping in GROUPINGS:
         name_of = {"fused": _fused, "module": str, "kind": _kind, "layer": _layer, "part": lambda module: "*"}[grouping]
-        return [(module, name_of(module)) for module in modules]
-    globs = [grouping] if isinstance(grouping, str) else list(grouping)
+        return [(module, name_of(module)) for module in modules if not never_fp8(module)]
+    globs = [grouping] if isinstance(grouping, str) else list(grouping) if isinstance(grouping, Sequence) else []
     if not globs or not all(isinstance(glob, str) and glob for glob in globs):
         raise ConfigError(f"groups is {grouping!r:.60}; expected one of {', '.join(GROUPINGS)}, or names and globs")
     found = []
@@ -102,15 +105,16 @@ def _named(modules: list[str], grouping: str | Sequence[str]) -> list[tuple[str,
 
 
 def _fused(module: str) -> str:
-    if _EXPERT.search(module):
-        return _EXPERT.sub("experts.*", module).rpartition(".")[0] + ".*"
+    expert = _EXPERT.search(module)
+    if expert:
+        return f"{module[: expert.start()]}experts.*"
     at, _, last = module.rpartition(".")
     return f"{at}.{'+'.join(_FAMILY[last])}" if last in _FAMILY else module
 
 
 def _kind(module: str) -> str:
     found = _LAYER.match(module)
-    return _EXPERT.sub("experts.*", f"{found[1]}*.{module[found.end():]}") if found else module
+    return _EXPERT.sub("experts.*", f"{found[1]}*.{module[found.end() :]}") if found else module
 
 
 def _layer(module: str) -> str:

@@ -68,7 +68,8 @@ class Additivity:
     @property
     def holds(self) -> bool:
         """Whether the whole interval lies within a factor of 1.5 of the measurement."""
-        return self.error is not None and 1 / _FACTOR <= self.ratio - self.error and self.ratio + self.error <= _FACTOR
+        low, high = (self.ratio - (self.error or 0.0), self.ratio + (self.error or 0.0))
+        return self.error is not None and low >= 1 / _FACTOR and high <= _FACTOR
 
     def __str__(self) -> str:
         error = "" if self.error is None else f" ± {self.error:.2f}"
@@ -100,8 +101,8 @@ class Sensitivity:
 
     def __str__(self) -> str:
         width = max(len(row.group.name) for row in self.rows)
-        head = f"{'':{width}}  {'bytes saved':>11}  {'KL alone':>20}  {'KL back':>20}  {'AL alone':>16}  {'AL back':>16}"
-        lines = [head]
+        titles = (f"{'KL alone':>20}", f"{'KL back':>20}", f"{'AL alone':>16}", f"{'AL back':>16}")
+        lines = [f"{'':{width}}  {'bytes saved':>11}  {'  '.join(titles)}"]
         for row in self.rows:
             kl = (f"{_shown(change, 1e3, 3):>20}" for change in (row.kl, row.kl_back))
             length = (f"{_shown(change, 1, 3):>16}" for change in (row.length, row.length_back))
@@ -149,7 +150,7 @@ def sensitivity(meter: ExclusionMeter, progress: Callable[[int, int, str], None]
 def _additivity(meter: ExclusionMeter, alone: list[Measured], together: Measured) -> Additivity | None:
     covered = {name for group in meter.groups for name in group.modules}
     targets = [found for found, group in zip(alone, meter.groups, strict=True) if group.part == "target"]
-    if not targets or together.mean_kl.value == 0 or covered != set(meter.modules):
+    if not targets or together.mean_kl.value == 0 or covered | meter.fixed != set(meter.modules):
         return None
     sums = np.sum([found.kl for found in targets], 0)
     ratios = without_one(sums, together.judged) / without_one(together.kl, together.judged)

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 
 import pytest
 
 import mtplab
+import sparse_checkpoints
 from mtplab.errors import CheckpointError
 from mtplab.study.checkpoint_sizes import sizes_of, weights_of
 from mtplab.study.models_catalogue import model
-from sparse_checkpoints import write_deepseek_v3
+from tiny import write_tiny
 
 V3 = {
     "num_attention_heads": 128, "num_key_value_heads": 128, "q_lora_rank": 1536, "kv_lora_rank": 512,
@@ -33,6 +35,15 @@ def test_the_bundled_checkpoint(name, request):
     assert kept.mlp.nbytes == pytest.approx(1 + 4 / 128**2 if name == "bundled_fp8" else 2)
 
 
+def test_a_tied_head_is_the_embedding(tmp_path):
+    """With twice the vocabulary in config.json, each of its parameters has half of BF16's two bytes."""
+    opened = mtplab.open_checkpoint(write_tiny(tmp_path / "tied", tie_word_embeddings=True))
+    sizes = sizes_of(opened)
+    assert sizes.tied and not opened.plan().loaded_nbytes("head")
+    assert weights_of(opened, sizes).head.nbytes == 2
+    assert weights_of(opened, replace(sizes, vocabulary=2 * sizes.vocabulary)).head.nbytes == 1
+
+
 def test_fp8_made_at_load(bundled):
     opened = mtplab.open_checkpoint(bundled)
     kept = weights_of(opened, sizes_of(opened), "fp8")
@@ -40,12 +51,12 @@ def test_fp8_made_at_load(bundled):
     assert kept.fc.rate == kept.head.rate == "bf16"  # the published exclusions, unless others are asked for
 
 
-@pytest.mark.slow
-def test_a_checkpoint_of_deepseek_v3_is_the_catalogues(tmp_path):
-    """Names, dtypes and shapes of the release, without its bytes: sizes and bytes of every part are the preset's."""
-    write_deepseek_v3(tmp_path / "v3", shards=8, config=V3)
+def test_a_checkpoint_of_deepseek_v3_is_the_catalogues(tmp_path, monkeypatch):
+    """Names, dtypes and shapes of the release, cut to 5 layers: sizes and bytes of every part are the preset's."""
+    monkeypatch.setattr(sparse_checkpoints, "LAYERS", 5)
+    sparse_checkpoints.write_deepseek_v3(tmp_path / "v3", shards=4, config={**V3, "num_hidden_layers": 5})
     opened = mtplab.open_checkpoint(tmp_path / "v3")
-    sizes, expected = sizes_of(opened), model("DeepSeek-V3")
+    sizes, expected = sizes_of(opened), replace(model("DeepSeek-V3"), attention_layers=5)
     assert sizes.parameters() == expected.parameters() and sizes.attention == expected.attention
     kept = weights_of(opened, sizes)
     for part, nbytes in {"mixer": 1, "mlp": 1, "experts": 1, "head": 2, "draft_fc": 2, "draft_mixer": 1, "draft_mlp": 1,

@@ -139,6 +139,28 @@ def test_a_draft_reads_its_layer_and_the_output_head():
     assert costs[2].parts["head"] - costs[1].parts["head"] == pytest.approx(2 * parts["head"] / 4.8e12, rel=0.02)
 
 
+def test_the_output_head_serves_every_slot_when_verifying_and_one_a_sequence_when_drafting():
+    h, v, read = 1024, 8192, 2 * 1024 * 8192
+
+    def head(rows: int) -> float:  # its weights, rows of hidden and of logits, float32 logits written and read
+        return (read + 2 * rows * (h + v) + 8 * rows * v) / 4.8e12
+
+    assert round_cost(ideal(SMALL), 16, 10, 2).parts["head"] == pytest.approx(head(48) + 2 * head(16))
+
+
+def test_experts_work_for_every_token_they_are_given():
+    """65536 tokens that take 4 experts each: 2 · 65536 · 4 · 3 · 1024 · 512 operations a layer over 989 TFLOP/s."""
+    sizes = replace(SMALL, inner=0, experts=Experts(64, 4, 512))
+    cost = round_cost(ideal(sizes), 65536, 10, 0)
+    assert cost.arithmetic["experts"] == pytest.approx(2 * 2 * 65536 * 4 * 3 * 1024 * 512 / 989e12)
+
+
+def test_operations_of_attention():
+    """A query and a key of 576 numbers, a value of 512, for each of 128 heads; or twice head_dim for each of 24."""
+    assert model("DeepSeek-V3").attention.operations(1000) == 2 * 128 * 1000 * (576 + 512)
+    assert model("Qwen3.5-27B").attention.operations(1000) == 2 * 24 * 1000 * (256 + 256)
+
+
 def test_experts_are_read_as_they_are_touched():
     sizes = replace(SMALL, inner=0, experts=Experts(64, 4, 512))
     one = 3 * 1024 * 512 * 2

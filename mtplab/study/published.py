@@ -16,7 +16,7 @@ from mtplab.study.gpus import gpu
 from mtplab.study.model_sizes import weights
 from mtplab.study.models_catalogue import model
 
-__all__ = ["POINTS", "TOLERANCE", "Compared", "Point", "compare", "markdown"]
+__all__ = ["ACCEPTANCE", "POINTS", "TOLERANCE", "Compared", "Point", "compare", "markdown"]
 
 TOLERANCE = 0.25
 
@@ -201,3 +201,16 @@ POINTS: tuple[Point, ...] = (
     Point("Qwen3.8-27B", "fp8", "Arc Pro B60", 2, 1, 1024, 4, 4.8, 2.31, _B60, why=_PREFILL),
     Point("Qwen3.8-27B", "fp8", "Arc Pro B60", 2, 1, 51200, 4, 4.8, 1.2, _B60, why=_PREFILL),
 )
+
+_SPEED = "published by InferenceX, SPEED-Bench coding: https://github.com/SemiAnalysisAI/InferenceX/"
+
+#: tokens a round by depth, of real models and their own heads
+ACCEPTANCE = {
+    "DeepSeek-R1 FP4": Curve.of_lengths([1.92, 2.58, 2.82, 2.99, 3.01], f"published in {_TRT}"),
+    "Qwen3.8-27B FP8": Curve.of_lengths([1.90, 2.68, 3.28, 3.79], f"{_SPEED}pull/3304, thinking off"),
+    "Qwen3.8-27B FP8, thinking": Curve.of_lengths([1.73, 2.21, 2.52, 2.72], f"{_SPEED}pull/3304, thinking on"),
+    "Qwen3.5-397B NVFP4": Curve.of_lengths(
+        [1.92, 2.70, 3.33, 3.83, 4.20, 4.48, 4.73, 4.71],
+        f"{_SPEED}blob/main/golden_al_distribution/qwen3.5_mtp.yaml, thinking off",
+    ),
+}

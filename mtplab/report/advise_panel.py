@@ -1,0 +1,100 @@
+"""The advice panel: a model, a GPU, a batch and an acceptance, and at once what draft depth pays there.
+
+The arithmetic is `mtplab.study.advice`'s; follows every control without a run of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+import ipywidgets as widgets
+
+from mtplab.errors import MtplabError
+from mtplab.quant.policy import POLICIES
+from mtplab.report.advise_figures import advice_pictures
+from mtplab.report.advise_table import advice_table
+from mtplab.report.panels import Panel, Progress
+from mtplab.report.text import escape
+from mtplab.study.advice import advise, best_map
+from mtplab.study.cost import Setting
+from mtplab.study.curve import Curve
+from mtplab.study.gpus import GPUS, gpu
+from mtplab.study.model_sizes import WEIGHTS, weights
+from mtplab.study.models_catalogue import MODELS, model
+
+__all__ = ["AdvisePanel"]
+
+_LABEL = {"description_width": "190px"}
+_WIDE = {"width": "min(520px, 98%)"}
+BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+CONTEXTS = (512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
+_MAP = ((1, 8, 32, 128), (1024, 8192, 65536))
+DEEPEST = 8
+
+
+class AdvisePanel(Panel):
+    """What draft depth pays, by model, GPU and acceptance; shown at once, and anew after every choice.
+
+    Args:
+        curves: label → acceptance to choose from, besides one conditional share for every position.
+    """
+
+    title = "What depth pays"
+    run_label = "Show"
+
+    def __init__(self, curves: Mapping[str, Curve] | None = None):
+        self._curves = dict(curves or {})
+        self.advice = widgets.HTML()
+        super().__init__()
+        for widget in self._widgets.values():
+            widget.observe(lambda _: self._follow(), names="value")
+        self._follow()
+
+    def inputs(self) -> dict[str, widgets.Widget]:
+        def choice(label: str, options: Any, value: Any) -> widgets.Dropdown:
+            layout = widgets.Layout(**_WIDE)
+            return widgets.Dropdown(options=options, value=value, description=label, style=_LABEL, layout=layout)
+
+        share = widgets.FloatSlider(
+            min=0.0, max=1.0, step=0.01, value=0.8, description="Share, where assumed", style=_LABEL,
+            layout=widgets.Layout(**_WIDE), continuous_update=False,
+        )  # fmt: skip
+        curves = [("one share at every position", ""), *((label, label) for label in self._curves)]
+        return {
+            "model": choice("Model", list(MODELS), "Qwen3.5-27B"),
+            "weights": choice("Weights", list(WEIGHTS), "fp8"),
+            "gpu": choice("GPU", list(GPUS), "H200 SXM"),
+            "tp": choice("GPUs that share a layer", [1, 2, 4, 8, 16], 1),
+            "cache": choice("KV cache", list(POLICIES), "none"),
+            "batch": choice("Batch", BATCHES, 8),
+            "context": choice("Context", CONTEXTS, 4096),
+            "curve": choice("Acceptance", curves, curves[-1][1]),
+            "share": share,
+        }
+
+    def layout(self) -> widgets.Widget:
+        head = widgets.HTML(f"<b>{self.title}</b>")
+        return widgets.VBox([head, *self._widgets.values(), self.actions(), self.advice, self.figure, self.table])
+
+    def work(self, config: Mapping[str, Any], progress: Progress, cancel: threading.Event) -> Any:
+        chosen = config["curve"]
+        curve = self._curves[chosen] if chosen else Curve.of_rate(config["share"], DEEPEST)
+        setting = Setting(
+            model(config["model"]), weights(config["weights"]), gpu(config["gpu"]), config["tp"], config["cache"]
+        )
+        found = advise(setting, curve, config["batch"], config["context"])
+        return found, best_map(setting, curve, *_MAP)
+
+    def draw(self, result: Any) -> None:
+        found, cells = result
+        self.advice.value = "".join(f"<p>{escape(sentence)}</p>" for sentence in found.sentences)
+        self.show_picture(advice_pictures(found, cells))
+        self.table.value = advice_table(found)
+
+    def _follow(self) -> None:
+        # a failure is already written into the panel; raising here would only reach the kernel's log
+        with contextlib.suppress(MtplabError):
+            self.run(block=True)

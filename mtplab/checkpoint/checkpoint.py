@@ -14,7 +14,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from mtplab.checkpoint.config_json import find_quantization, read_config
-from mtplab.checkpoint.formats import QuantizationConfig, parse
+from mtplab.checkpoint.formats import Format, QuantizationConfig, parse
 from mtplab.checkpoint.header import TensorInfo
 from mtplab.checkpoint.index import Files, find_files
 from mtplab.checkpoint.names import Reach, nearest, normalised
@@ -65,6 +65,7 @@ class Checkpoint:
     """
 
     quantization: QuantizationConfig | None
+    _format: Format | None
 
     def __init__(self, path: Path, files: Files, config: dict[str, Any], lenient: bool = False) -> None:
         self.path = path
@@ -73,15 +74,15 @@ class Checkpoint:
         self.tensors: Mapping[str, TensorInfo] = MappingProxyType(files.tensors)
         self.found = find_quantization(config, files.folder)
         self.refused: CheckpointError | None = None
-        fmt, self.quantization = None, None
+        self._format, self.quantization = None, None
         try:
             if self.found is not None:
-                fmt, self.quantization = parse(self.found)
+                self._format, self.quantization = parse(self.found)
         except CheckpointError as error:
             if not lenient:
                 raise
             self.refused = error
-        self._pairing = Pairing(files.tensors, fmt, self.quantization)
+        self._pairing = Pairing(files.tensors, self._format, self.quantization)
         self._codes_of = self._pairing.weight_names()
         self._values_of = {codes: values for values, codes in self._codes_of.items()}
 
@@ -278,16 +279,11 @@ class Checkpoint:
     def with_exclusions(self, entries: Sequence[str]) -> Checkpoint:
         """The same files under another exclusion list, as if their quantisation config had this one.
 
-        Raises ConfigError where the checkpoint has no such config, or its format keeps no list.
+        Raises ConfigError where the checkpoint has no such config.
         """
-        if self.found is None or self.quantization is None or self.quantization.exclusions_key == "extra_config":
+        if self.found is None or self._format is None:
             raise ConfigError(f"{self.path}: there is no exclusion list to exchange in its quantisation config.")
-        content = {**self.found.content}
-        inner = content.get("quantization")
-        holder = content if not isinstance(inner, dict) else {**inner}
-        holder[self.quantization.exclusions_key] = list(entries)
-        if isinstance(inner, dict):
-            content["quantization"] = holder
+        content = self._format.with_list(self.found.content, entries)
         # found before any other place that a config may stand in
         return Checkpoint(self.path, self.files, {**self.config, "quantization_config": content})
 

@@ -16,7 +16,15 @@ from mtplab.checkpoint.sniff import SNIFF_BYTES, foreign_kind
 from mtplab.checkpoint.strict_json import load_object, open_regular, shown
 from mtplab.errors import CheckpointError
 
-__all__ = ["DTYPE_BITS", "MAX_HEADER_BYTES", "Header", "TensorInfo", "read_header"]
+__all__ = [
+    "DTYPE_BITS",
+    "FP8_DTYPES",
+    "MAX_HEADER_BYTES",
+    "PLAIN_FLOATS",
+    "Header",
+    "TensorInfo",
+    "read_header",
+]
 
 MAX_HEADER_BYTES = 100_000_000
 MAX_DIMENSIONS = 64  # torch's own limit
@@ -29,6 +37,9 @@ DTYPE_BITS: dict[str, int] = {
     "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8,
     "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6,
 }  # fmt: skip
+FP8_DTYPES = ("F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ")
+# those of weights that are not quantised → as plans spell them
+PLAIN_FLOATS = {"BF16": "bf16", "F16": "f16", "F32": "f32"}
 
 
 class TensorInfo(NamedTuple):
@@ -43,6 +54,7 @@ class TensorInfo(NamedTuple):
 
     @property
     def nbytes(self) -> int:
+        """Bytes of its data."""
         return self.end - self.start
 
 

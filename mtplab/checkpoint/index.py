@@ -31,7 +31,7 @@ class Files(NamedTuple):
     tensors: dict[str, TensorInfo]
     unindexed: dict[str, TensorInfo]  # in a shard, but not in the index: what follows the index never sees them
     unused: tuple[Path, ...]  # safetensors files beside the checkpoint that belong to none of the above
-    metadata: dict[str, dict[str, str]]  # by shard name, where there is any
+    metadata: dict[Path, dict[str, str]]  # by shard, where there is any
 
 
 def find_files(path: Path) -> Files:
@@ -152,7 +152,7 @@ def _gather(
         found = {name: found[name] for name in weight_map}
     if not found:
         raise CheckpointError(f"{headers[0].file}: expected tensors, found a header without any.")
-    metadata = {header.file.name: header.metadata for header in headers if header.metadata}
+    metadata = {header.file: header.metadata for header in headers if header.metadata}
     return Files(folder, index, tuple(header.file for header in headers), found, unindexed, unused, metadata)
 
 

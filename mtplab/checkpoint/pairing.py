@@ -11,15 +11,14 @@ from typing import NamedTuple
 
 from mtplab.checkpoint.formats import Format, QuantizationConfig, Scheme
 from mtplab.checkpoint.formats.known import PACKED_BESIDE, PACKED_SUFFIXES
-from mtplab.checkpoint.header import TensorInfo
+from mtplab.checkpoint.header import FP8_DTYPES, TensorInfo
 from mtplab.checkpoint.names import module_of
 from mtplab.checkpoint.scale_grid import expected_shapes, scale_block
 from mtplab.checkpoint.strict_json import shown
 from mtplab.errors import CheckpointError
 
-__all__ = ["FP8_DTYPES", "INPUT_SCALE_SUFFIXES", "KV_SCALE_SUFFIXES", "Pair", "Pairing", "Problem"]
+__all__ = ["INPUT_SCALE_SUFFIXES", "KV_SCALE_SUFFIXES", "Pair", "Pairing", "Problem"]
 
-FP8_DTYPES = ("F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ")
 # of activations: AutoFP8 and most others, transformers, ModelOpt's stacked experts
 INPUT_SCALE_SUFFIXES = (".input_scale", ".activation_scale", ".qscale_act", "_input_scale")
 # of the KV cache: compressed-tensors and ModelOpt, Quark and old compressed-tensors, AutoFP8

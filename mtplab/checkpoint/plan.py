@@ -15,7 +15,7 @@ from typing import Any
 
 from mtplab.checkpoint.exclusions import QWEN_PUBLISHED, ListedModules, UserPatterns, parse_exclude
 from mtplab.checkpoint.formats import QuantizationConfig, Scheme
-from mtplab.checkpoint.header import TensorInfo
+from mtplab.checkpoint.header import DTYPE_BITS, PLAIN_FLOATS, TensorInfo
 from mtplab.checkpoint.names import Reach, draft_prefixes, kind_of, module_of, nearest, part_of
 from mtplab.checkpoint.pairing import Pairing
 from mtplab.checkpoint.strict_json import shown
@@ -25,7 +25,6 @@ __all__ = ["LOAD_BLOCK", "MODEL_FORMATS", "ModulePlan", "Plan", "make_plan"]
 
 MODEL_FORMATS = (None, "fp8")
 LOAD_BLOCK = (128, 128)  # of weights that are quantised as they are loaded
-_PLAIN = {"BF16": "bf16", "F16": "f16", "F32": "f32"}
 _PART_ORDER = {"embedding": 0, "target": 1, "head": 2, "draft": 3, "unused": 4}
 
 
@@ -50,13 +49,15 @@ class ModulePlan:
 
     @property
     def loaded_nbytes(self) -> int:
-        """Bytes with `weight` as planned: codes plus float32 scales where it is quantised at load; 0 if unused."""
+        """Bytes with `weight` as planned: codes, float32 scales and a bias where quantised at load; 0 if unused."""
         if self.part == "unused":
             return 0
         if self.weight != "fp8" or self.block is None or self.scale is not None:
             return self.nbytes
         grid = (-(-size // block) for size, block in zip(self.shape, self.block, strict=True))
-        return math.prod(self.shape) + 4 * math.prod(grid)
+        weight = math.prod(self.shape)
+        beside = self.nbytes - weight * DTYPE_BITS[self.stored] // 8  # a bias stays as it is stored
+        return weight + 4 * math.prod(grid) + beside
 
 
 @dataclass(frozen=True, repr=False)
@@ -72,6 +73,7 @@ class Plan:
 
     @cached_property
     def by_name(self) -> dict[str, ModulePlan]:
+        """Every module by its name on disk."""
         return {module.name: module for module in self.modules}
 
     def nbytes(self, part: str | None = None) -> int:
@@ -226,7 +228,7 @@ class _Decision:
             scale, weight, activation, rule = None, "unusable", "none", fault
         else:
             scale = None
-            weight, activation = _PLAIN.get(info.dtype, info.dtype.lower()), "none"
+            weight, activation = PLAIN_FLOATS.get(info.dtype, info.dtype.lower()), "none"
             if self._at_load:
                 quantise, rule = self._loaded(name, kind, info, user)
                 if quantise:
@@ -241,7 +243,7 @@ class _Decision:
         """The plan of a module that no run loads: it stays as it is stored."""
         made = self(name, "unused", members, UserPatterns(("none",), ()))
         if made.scale is None and made.weight == "fp8":
-            made = replace(made, weight=_PLAIN[made.stored], block=None)
+            made = replace(made, weight=PLAIN_FLOATS[made.stored], block=None)
         return replace(made, activation="none", input_scale=None, rule=f"{why}: not loaded")
 
     def warnings(self, modules: list[str]) -> list[str]:
@@ -305,7 +307,7 @@ class _Decision:
         return f"stored as {info.dtype}: only linear weights are quantised{junk}"
 
     def _loaded(self, name: str, kind: str, info: TensorInfo, user: UserPatterns) -> tuple[bool, str]:
-        if kind != "linear" or info.dtype not in _PLAIN:
+        if kind != "linear" or info.dtype not in PLAIN_FLOATS:
             return False, f"stored as {info.dtype}: only linear weights are quantised as they are loaded"
         own = user.own_pattern(name)
         if own is not None:

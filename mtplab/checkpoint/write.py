@@ -83,11 +83,21 @@ class SafetensorsWriter:
         self._temporary = self._path.with_name(f".{self._path.name}.{os.getpid()}.partial")
         try:
             self._file = open(self._temporary, "wb", buffering=0)
-            self._write_at(0, memoryview(self._head))
-            self._file.truncate(self._size)
-        except OSError as error:
-            raise CheckpointError(f"{self._path}: cannot be written: {error.strerror}.") from None
+            try:
+                self._write_at(0, memoryview(self._head))
+                self._file.truncate(self._size)
+            except BaseException:  # `__exit__` is not called then
+                self._discard()
+                raise
+        except (OSError, ValueError) as error:  # a ValueError: a name with a NUL
+            reason = getattr(error, "strerror", None) or error
+            raise CheckpointError(f"{self._path}: cannot be written: {reason}.") from None
         return self
+
+    def _discard(self) -> None:
+        self._file.close()
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(self._temporary)
 
     def put(self, name: str, tensor: torch.Tensor) -> None:
         """Write one tensor. Raises ConfigError where it differs from the layout or was put before."""
@@ -144,9 +154,7 @@ class SafetensorsWriter:
         except OSError as error:
             raise CheckpointError(f"{self._path}: cannot be written: {error.strerror}.") from None
         finally:
-            self._file.close()
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(self._temporary)
+            self._discard()
 
 
 def write_safetensors(

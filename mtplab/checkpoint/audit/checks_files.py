@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from mtplab.checkpoint.audit.finding import Finding, listed
 from mtplab.checkpoint.audit.remedies import quantize_command
 from mtplab.checkpoint.audit.subject import Subject
-from mtplab.checkpoint.config_json import quantization_copies
+from mtplab.checkpoint.config_copies import quantization_copies
 from mtplab.checkpoint.names import draft_prefixes, module_of, part_of
 from mtplab.checkpoint.strict_json import shown
 

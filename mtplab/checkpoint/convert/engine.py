@@ -163,6 +163,10 @@ class _Run:
         values = self._values(start, stop)
         out = scratch("out", 2 * values.numel(), torch.uint8)
         out.view(torch.bfloat16).view(values.shape).copy_(values)
+        # all bits of the exponent: infinite by its scale, or just too large for BF16
+        bits = torch.bitwise_and(out.view(torch.int16), 0x7FFF, out=scratch("bits", values.numel(), torch.int16))
+        if int(bits.amax()) >= 0x7F80:
+            self._refuse()
         self.file.put_bytes(self.piece.out.name, 2 * start * self.k, out)
 
     def _encoding(self) -> Iterator[tuple[_Task, int]]:
@@ -206,15 +210,22 @@ class _Run:
         self.file.put_bytes(self.piece.out.name, start * self.k, out)
 
     def _refuse(self) -> None:
-        """Raises, having counted all that is NaN or infinite."""
+        """Raises, having counted all that is NaN or infinite in what is written."""
         info, bad, first = self.piece.source, 0, None
+        to_bf16 = self.piece.action == DECODE
         for start, stop in self._bands(1):
-            wrong = ~self._values(start, stop).isfinite()
+            values = self._values(start, stop)
+            wrong = ~(values.bfloat16() if to_bf16 else values).isfinite()
             if first is None and bool(wrong.any()):
                 row, column = wrong.nonzero()[0].tolist()
                 first = [start + row, column]
             bad += int(wrong.sum())
+        found = f"{info.file}: tensor {shown(info.name)}: {bad} of {self.rows * self.k} values are NaN or infinite"
+        if to_bf16:
+            raise CheckpointError(
+                f"{found} in BF16, expected all to be finite; the first is at {first}. Correct the scale that makes "
+                "them so, or leave the module in FP8."
+            )
         raise CheckpointError(
-            f"{info.file}: tensor {shown(info.name)}: {bad} of {self.rows * self.k} values are NaN or infinite, "
-            f"expected none to quantise; the first is at {first}. Correct the source, or exclude the module."
+            f"{found}, expected none to quantise; the first is at {first}. Correct the source, or exclude the module."
         )

@@ -5,11 +5,14 @@ Knows names of files only. Code and pickles never go along.
 
 from __future__ import annotations
 
-import shutil
+import os
 from fnmatch import fnmatchcase
+from io import FileIO
 from pathlib import Path
 
-from mtplab.checkpoint.config_json import SEPARATE_FILE
+from mtplab.checkpoint.config_json import BESIDE_FILES, CONFIG_FILE
+from mtplab.checkpoint.strict_json import open_regular
+from mtplab.errors import CheckpointError
 
 __all__ = ["copy_beside"]
 
@@ -17,10 +20,9 @@ __all__ = ["copy_beside"]
 _COPIED = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "LICENSE*", "LICENCE*", "NOTICE*")
 # written anew: config, index, and what tells of the source's quantisation
 _OURS = (
-    "config.json",
+    CONFIG_FILE,
     "*.index.json",
-    SEPARATE_FILE,
-    "quantization_config.json",
+    *BESIDE_FILES,
     "quantize_config.json",
     "recipe.json",
 )
@@ -29,9 +31,12 @@ _LARGEST = 1 << 30  # bytes; nothing of the kinds above is near it
 
 
 def copy_beside(source: Path, target: Path) -> list[str]:
-    """Copy what is not weights from one folder to the other; returns the names of what was left. Raises OSError."""
+    """Copy what is not weights from one folder to the other, flushed to disk; returns the names of what was left.
+
+    Raises CheckpointError for what cannot be read, OSError for what cannot be written.
+    """
     left = []
-    for path in sorted(source.iterdir()):
+    for path in _listed(source):
         name = path.name
         if name.startswith(".") or name.endswith(".safetensors") or any(fnmatchcase(name, glob) for glob in _OURS):
             continue
@@ -47,12 +52,34 @@ def copy_beside(source: Path, target: Path) -> list[str]:
 
 def _copy(source: Path, target: Path) -> list[str]:
     target.mkdir(exist_ok=True)
-    return [path.name for path in sorted(source.iterdir()) if not _take(path, target)]
+    return [path.name for path in _listed(source) if not _take(path, target)]
+
+
+def _listed(folder: Path) -> list[Path]:
+    try:
+        return sorted(folder.iterdir())
+    except OSError as error:
+        raise CheckpointError(f"{folder}: the folder cannot be listed: {error.strerror}.") from None
 
 
 def _take(path: Path, target: Path) -> bool:
     wanted = any(fnmatchcase(path.name, glob) for glob in _COPIED)
-    if not wanted or not path.is_file() or path.stat().st_size > _LARGEST:
+    if not wanted or not path.is_file():
         return False
-    shutil.copyfile(path, target / path.name)
+    descriptor, size = open_regular(path, "a file to copy")
+    with os.fdopen(descriptor, "rb", buffering=0) as file:
+        if size > _LARGEST:
+            return False
+        with open(target / path.name, "wb") as made:
+            while part := _part(file, path):
+                made.write(part)
+            made.flush()
+            os.fsync(made.fileno())
     return True
+
+
+def _part(file: FileIO, path: Path) -> bytes:
+    try:
+        return file.read(1 << 20) or b""
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror}.") from None

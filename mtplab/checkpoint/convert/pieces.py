@@ -11,7 +11,8 @@ from typing import NamedTuple
 
 from mtplab.checkpoint import Checkpoint, TensorInfo
 from mtplab.checkpoint.convert.layouts import Recipe, layouts
-from mtplab.checkpoint.pairing import FP8_DTYPES, Pair
+from mtplab.checkpoint.header import FP8_DTYPES
+from mtplab.checkpoint.pairing import Pair
 from mtplab.checkpoint.strict_json import shown
 from mtplab.checkpoint.write import data_bytes
 from mtplab.errors import ConfigError
@@ -46,6 +47,7 @@ class Output(NamedTuple):
 
     @property
     def nbytes(self) -> int:
+        """Bytes of its data."""
         return data_bytes(self.dtype, self.shape)
 
 
@@ -61,6 +63,7 @@ class Piece(NamedTuple):
 
     @property
     def outputs(self) -> tuple[Output, ...]:
+        """What is written: one tensor, or codes and their scale."""
         return (self.out,) if self.scale is None else (self.out, self.scale)
 
 

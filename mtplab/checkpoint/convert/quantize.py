@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from mtplab.checkpoint import Checkpoint, Plan, SafetensorsWriter, open_checkpoint
-from mtplab.checkpoint.config_json import SEPARATE_FILE, with_quantization
+from mtplab.checkpoint.config_json import BESIDE_FILES, CONFIG_FILE, SEPARATE_FILE, with_quantization
 from mtplab.checkpoint.convert.amend import amended
 from mtplab.checkpoint.convert.decide import Decision, Wish, decide
 from mtplab.checkpoint.convert.engine import Pool, pool, write_shard
@@ -24,11 +24,11 @@ from mtplab.checkpoint.convert.files import copy_beside
 from mtplab.checkpoint.convert.layouts import layouts, recipe_of
 from mtplab.checkpoint.convert.pieces import Piece
 from mtplab.checkpoint.convert.rows import Shard
-from mtplab.checkpoint.convert.state import Partial, identity, write_json
+from mtplab.checkpoint.convert.state import Partial, check_free, identity, write_json
 from mtplab.checkpoint.exclusions import parse_exclude
 from mtplab.checkpoint.index import INDEX_NAME
 from mtplab.checkpoint.lenses import look, views_of
-from mtplab.checkpoint.strict_json import read_json_object
+from mtplab.checkpoint.strict_json import read_json_object, shown
 from mtplab.errors import CheckpointError, ConfigError
 
 __all__ = ["FORMATS", "Written", "quantize_checkpoint"]
@@ -50,6 +50,7 @@ class Written:
         engines: one sentence on which engines read its exclusion list as it is meant; empty where nothing is FP8.
         warnings: sentences on what may not be what was wanted.
         resumed: shards taken from an earlier, stopped run.
+        nbytes: bytes of the tensors written, without headers.
     """
 
     path: Path
@@ -107,9 +108,7 @@ def quantize_checkpoint(
     """
     source = open_checkpoint(src)
     wish = _wish(source, format, layout, scales, block, exclude, draft_exclude, draft)
-    target = Path(dst)
-    if target.exists() or target.is_symlink():
-        raise ConfigError(f"{target}: expected a folder that does not exist yet. Choose another.")
+    target = _target(dst)
     decision = decide(source, wish)
     configs = _configs(source, wish, decision)
     settings = {
@@ -117,8 +116,9 @@ def quantize_checkpoint(
         "exclude": _sorted(parse_exclude(exclude)), "draft_exclude": _sorted(parse_exclude(draft_exclude)),
         "draft": draft, "kept": decision.kept,
     }  # fmt: skip
+    origin = identity(source)
     try:
-        with Partial(target).opened(settings, identity(source), restart) as partial:
+        with Partial(target).opened(settings, origin, restart) as partial:
             resumed, nbytes = _write_shards(source, wish, decision, partial, progress, threads)
             # what lies beside a single file without a config is anyone's
             files_left = copy_beside(source.files.folder, partial.content) if source.config else []
@@ -127,6 +127,7 @@ def quantize_checkpoint(
             made = open_checkpoint(partial.content)
             plan = made.plan()
             engines = _engines(made, plan)
+            _check_unchanged(source, origin)
             partial.publish()
         if plan.warnings:  # which name files
             plan = open_checkpoint(target).plan()
@@ -139,6 +140,36 @@ def quantize_checkpoint(
         target, plan, actions, dict(decision.pieces.left), tuple(decision.kept), tuple(files_left), engines,
         tuple(decision.warnings), resumed, nbytes,
     )  # fmt: skip
+
+
+def _target(dst: str | os.PathLike[str]) -> Path:
+    """Where to write. Raises ConfigError for what is there already or names no place, CheckpointError for no access."""
+    try:
+        target = Path(dst)
+        check_free(target)
+    except (TypeError, ValueError):  # a NUL, say
+        raise ConfigError(f"{shown(dst)}: expected the path of a folder that does not exist yet.") from None
+    except OSError as error:
+        raise CheckpointError(f"{shown(dst)}: cannot be written: {error.strerror}.") from None
+    return target
+
+
+def _check_unchanged(source: Checkpoint, origin: dict[str, Any]) -> None:
+    """Raises CheckpointError where the source is not any more what was read: what was written is of two."""
+    advice = "The same command with --restart starts over."
+    try:
+        again = open_checkpoint(source.path)
+        now = identity(again)
+    except CheckpointError as error:
+        raise CheckpointError(f"{source.path} changed while it was converted: {error} {advice}") from None
+    differing = [name for name in dict.fromkeys([*origin, *now]) if origin.get(name) != now.get(name)]
+    if not differing and dict(again.tensors) != dict(source.tensors):
+        differing = ["its headers"]
+    if differing:
+        raise CheckpointError(
+            f"{source.path} changed while it was converted ({', '.join(map(shown, differing[:4]))}): expected it to "
+            f"stay as it was; what was written is part old, part new, and is not published. {advice}"
+        )
 
 
 def _sorted(items: tuple[str, ...] | None) -> list[str] | None:
@@ -177,19 +208,18 @@ def _wish(
 def _configs(source: Checkpoint, wish: Wish, decision: Decision) -> dict[str, dict[str, Any]]:
     """The configs to write, by file name."""
     if wish.all_bf16:
-        return {"config.json": with_quantization(source.config, None)}
+        return {CONFIG_FILE: with_quantization(source.config, None)}
     if wish.recipe is not None:
         layout = layouts()[wish.recipe.layout]
-        made = {"config.json": with_quantization(source.config, layout.config(wish.recipe, decision.kept))}
+        made = {CONFIG_FILE: with_quantization(source.config, layout.config(wish.recipe, decision.kept))}
         if layout.separate is not None:
             made[SEPARATE_FILE] = layout.separate(wish.recipe, decision.kept)
         return made
     assert source.found is not None and source.quantization is not None
-    made = {"config.json": source.config}
+    made = {CONFIG_FILE: source.config}
     if with_quantization(source.config, None) != source.config:
-        made["config.json"] = with_quantization(source.config, amended(source.found.content, decision.to_bf16))
-    # ModelOpt's own file, and the copy that auto-round leaves beside config.json
-    for name in (SEPARATE_FILE, "quantization_config.json"):
+        made[CONFIG_FILE] = with_quantization(source.config, amended(source.found.content, decision.to_bf16))
+    for name in BESIDE_FILES:
         if (path := source.files.folder / name).exists():
             content = read_json_object(path, "a quantisation config")
             said = amended({"quant_method": source.quantization.method, **content}, decision.to_bf16)
@@ -214,7 +244,7 @@ def _write_shards(
         name = shard.relative_to(source.files.folder).as_posix()
         weight_map |= dict.fromkeys(outputs, name)
         # "format" is what transformers asks of a file it loads
-        metadata = {"format": "pt"} | (source.files.metadata.get(shard.name, {}) if _keeps_metadata(wish) else {})
+        metadata = {"format": "pt"} | (source.files.metadata.get(shard, {}) if _keeps_metadata(wish) else {})
         # in the order of their bytes, which is how they are read fastest
         writers[name] = (
             SafetensorsWriter(partial.content / name, outputs, metadata),

@@ -16,13 +16,15 @@ from pathlib import Path
 from typing import Any
 
 from mtplab.checkpoint import Checkpoint
-from mtplab.checkpoint.strict_json import read_json_object, shown
+from mtplab.checkpoint.header import MAX_HEADER_BYTES
+from mtplab.checkpoint.strict_json import open_regular, read_json_object, shown
 from mtplab.checkpoint.write import sync_folder
 from mtplab.errors import CheckpointError, ConfigError
 
-__all__ = ["Partial", "identity", "write_json"]
+__all__ = ["Partial", "check_free", "identity", "write_json"]
 
 _VERSION = 1
+_TRIES = 100  # at a lock that runs which end remove
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
@@ -39,18 +41,33 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
 def identity(source: Checkpoint) -> dict[str, Any]:
     """What tells that a source is the one it was: of each shard size, time of change and header; the configs' content.
 
-    A change of values that leaves size and time as they were is not seen.
+    A change of values that leaves size and time as they were is not seen. Raises CheckpointError for a shard that
+    cannot be read.
     """
     shards = {}
     for path in source.files.shards:
-        with open(path, "rb") as file:
-            found = os.fstat(file.fileno())
-            length = int.from_bytes(head := file.read(8), "little")
-            digest = hashlib.sha256(head + file.read(length)).hexdigest()
+        descriptor, _ = open_regular(path, "a safetensors file")
+        try:
+            with os.fdopen(descriptor, "rb") as file:
+                found = os.fstat(file.fileno())
+                length = int.from_bytes(head := file.read(8), "little")
+                # it may be another file by now, whose first bytes say anything
+                digest = hashlib.sha256(head + file.read(min(length, MAX_HEADER_BYTES))).hexdigest()
+        except OSError as error:
+            raise CheckpointError(f"{path}: cannot be read: {error.strerror}.") from None
         name = path.relative_to(source.files.folder).as_posix()
         shards[name] = {"size": found.st_size, "changed": found.st_mtime_ns, "header": digest}
     said = json.dumps([source.config, source.found.content if source.found else None], sort_keys=True)
     return {"config": hashlib.sha256(said.encode()).hexdigest(), **shards}
+
+
+def check_free(target: Path) -> None:
+    """Raises ConfigError where something has the name already. Raises OSError where that cannot be found out."""
+    try:
+        os.lstat(target)
+    except FileNotFoundError:
+        return
+    raise ConfigError(f"{target}: expected a folder that does not exist yet. Choose another.")
 
 
 class Partial:
@@ -67,9 +84,9 @@ class Partial:
     def opened(self, settings: dict[str, Any], source: dict[str, Any], restart: bool) -> Iterator[Partial]:
         """For one run at a time; what a run left is taken up where settings and source are the same.
 
-        Raises ConfigError, naming what differs, where they are not, and CheckpointError where another run is at it.
+        Raises ConfigError, naming what differs, where they are not, or where another run has made the target just now,
+        and CheckpointError where another run is at it.
         """
-        self.folder.mkdir(parents=True, exist_ok=True)
         with self._alone():
             if restart:
                 self._clear()
@@ -94,16 +111,35 @@ class Partial:
         try:
             import fcntl
         except ImportError:  # no such locks on Windows: two runs at once are the user's to avoid
+            self.folder.mkdir(parents=True, exist_ok=True)
             yield
             return
-        with open(self.folder / "lock", "w") as file:
+        lock = self.folder / "lock"
+        for _ in range(_TRIES):
+            self.folder.mkdir(parents=True, exist_ok=True)
             try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
-                raise CheckpointError(
-                    f"{self.target}: another run is writing it just now ({self.folder}). Wait for it or stop it."
-                ) from None
-            yield
+                file = open(lock, "w")  # noqa: SIM115
+            except FileNotFoundError:
+                continue  # a run that ended removed the folder meanwhile
+            with file:
+                try:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except OSError:
+                    raise CheckpointError(
+                        f"{self.target}: another run is writing it just now ({self.folder}). Wait for it or stop it."
+                    ) from None
+                # the lock of a file that a run removed when it ended keeps nobody out
+                if not _is_at(file.fileno(), lock):
+                    continue
+                try:
+                    check_free(self.target)  # which that run may have made
+                except ConfigError:
+                    if not self._state.exists():
+                        self.remove()
+                    raise
+                yield
+                return
+        raise CheckpointError(f"{self.target}: cannot be written: {lock} goes away as soon as it is made.")
 
     def _compare(self, settings: dict[str, Any], source: dict[str, Any]) -> None:
         said = read_json_object(self._state, "the state of a conversion")
@@ -149,9 +185,10 @@ class Partial:
         write_json(self._state, self._said)
 
     def publish(self) -> None:
-        """Make the content the target, in one step."""
+        """Make the content the target, in one step. Raises ConfigError where the target appeared meanwhile."""
         for folder, _, _ in os.walk(self.content):
             sync_folder(Path(folder))
+        check_free(self.target)  # an empty folder would be replaced
         os.rename(self.content, self.target)
         sync_folder(self.target.parent)
         self.remove()
@@ -166,3 +203,11 @@ class Partial:
         """Nothing stays of the run but what was published."""
         with suppress(OSError):
             shutil.rmtree(self.folder)
+
+
+def _is_at(descriptor: int, path: Path) -> bool:
+    """Whether the open file is the one that has the name now."""
+    try:
+        return os.path.samestat(os.fstat(descriptor), os.stat(path))
+    except FileNotFoundError:
+        return False

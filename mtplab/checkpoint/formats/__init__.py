@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import pkgutil
 from functools import cache
+from typing import Any
 
 from mtplab.checkpoint.config_json import Found
 from mtplab.checkpoint.formats.base import Format, QuantizationConfig, Scheme
@@ -16,7 +17,7 @@ from mtplab.checkpoint.formats.known import KNOWN_METHODS
 from mtplab.checkpoint.strict_json import shown
 from mtplab.errors import CheckpointError
 
-__all__ = ["Format", "QuantizationConfig", "Scheme", "formats", "parse"]
+__all__ = ["Format", "QuantizationConfig", "Scheme", "format_of", "formats", "parse"]
 
 
 @cache
@@ -27,15 +28,20 @@ def formats() -> tuple[Format, ...]:
     return tuple(item for item in found if item is not None)
 
 
+def format_of(method: Any) -> Format | None:
+    """The format that answers to this quant_method, or None."""
+    return next((item for item in formats() if method in item.methods), None)
+
+
 def parse(found: Found) -> tuple[Format, QuantizationConfig]:
     """The format and the parsed config of what stands in the checkpoint.
 
     Raises CheckpointError naming the method found and those that are read.
     """
     method = found.content.get("quant_method")
-    for item in formats():
-        if method in item.methods:
-            return item, item.parse(found.content, found.where)
+    fmt = format_of(method)
+    if fmt is not None:
+        return fmt, fmt.parse(found.content, found.where)
     read = ", ".join(repr(name) for item in formats() for name in item.methods)
     what = KNOWN_METHODS.get(method) if isinstance(method, str) else None
     known = f", {what}" if what else ""

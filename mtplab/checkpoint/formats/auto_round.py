@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from mtplab.checkpoint.formats.base import Format, QuantizationConfig, Scheme, block_sizes
@@ -13,12 +14,14 @@ from mtplab.checkpoint.formats.by_module import ByModule
 from mtplab.checkpoint.strict_json import shown
 from mtplab.errors import CheckpointError
 
+_LIST = "extra_config"
+_KEPT = {"bits": 16, "act_bits": 16, "data_type": "float"}  # what it says there of a module
 _CODES = {None: "e4m3", "e4m3": "e4m3", "e5m2": "e5m2"}
 
 
 def _parse(content: dict[str, Any], where: str) -> QuantizationConfig:
     overall = _scheme(content, where)
-    extra = content.get("extra_config") or {}
+    extra = content.get(_LIST) or {}
     if not isinstance(extra, dict) or not all(isinstance(own, dict) for own in extra.values()):
         raise CheckpointError(f"{where}: extra_config, expected an object of objects by layer, found {shown(extra)}.")
     own = {name: _scheme({**content, **given}, f"{where}: extra_config.{shown(name)}") for name, given in extra.items()}
@@ -29,7 +32,14 @@ def _parse(content: dict[str, Any], where: str) -> QuantizationConfig:
     kept = tuple(name for name, scheme in own.items() if scheme.foreign)
     literal = {name: scheme for name, scheme in own.items() if not set(name) & set("\\^$()[]{}|+?*")}
     patterns = [(name, scheme) for name, scheme in own.items() if name not in literal]
-    return QuantizationConfig("auto-round", where, ByModule(where, literal, patterns, overall), kept, "extra_config")
+    return QuantizationConfig("auto-round", where, ByModule(where, literal, patterns, overall), kept, _LIST)
+
+
+def _write_list(content: dict[str, Any], names: Sequence[str], add: bool) -> None:
+    extra = content.get(_LIST) or {}
+    if not add:
+        extra = {name: given for name, given in extra.items() if not _scheme({**content, **given}, "").foreign}
+    content[_LIST] = extra | {name: dict(_KEPT) for name in names}
 
 
 def _scheme(content: dict[str, Any], where: str) -> Scheme:
@@ -53,4 +63,6 @@ FORMAT = Format(
     methods=("auto-round",),
     pairs=((".weight", ".weight_scale_inv"), (".weight", ".weight_scale")),
     parse=_parse,
+    list_keys=(_LIST,),
+    write_list=_write_list,
 )

@@ -5,7 +5,8 @@ Knows no format: each is a file beside this one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import copy
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -13,7 +14,7 @@ from mtplab.checkpoint.header import TensorInfo
 from mtplab.checkpoint.strict_json import shown
 from mtplab.errors import CheckpointError
 
-__all__ = ["Format", "QuantizationConfig", "Scheme", "SharedScale", "block_sizes", "names_listed"]
+__all__ = ["Format", "QuantizationConfig", "Scheme", "SharedScale", "block_sizes", "list_names", "names_listed"]
 
 _MAX_BLOCK = 1 << 20
 _ACTIVATION_GROUP = 128  # beside weights in blocks, whatever these measure (DeepSeek-V3, compressed-tensors FP8_BLOCK)
@@ -89,6 +90,23 @@ class Format:
     parse: Callable[[dict[str, Any], str], QuantizationConfig]
     shared_scale: Callable[[TensorInfo, Mapping[str, TensorInfo], Scheme], SharedScale | None] | None = None
     values_suffix: str = ".weight"  # how a weight's values are called, where its codes are called otherwise
+    # where the config lists what is kept out of FP8: all keys that are read, the one to write first
+    list_keys: tuple[str, ...] = ("modules_to_not_convert",)
+    # (content, names, add): writes them into a content of its own, where that takes more than a list under a key
+    write_list: Callable[[dict[str, Any], Sequence[str], bool], None] | None = None
+    can_keep_more: bool = True  # whether files of it may hold modules unquantised that it had in FP8
+
+    def with_list(self, content: Mapping[str, Any], names: Sequence[str], add: bool = False) -> dict[str, Any]:
+        """A copy of a quantisation config whose list of what is kept out of FP8 is `names`, whichever keys it had.
+
+        `add`: they come beside those listed, being modules, by full name, that are not FP8 any more.
+        """
+        made = copy.deepcopy(dict(content))
+        if self.write_list is not None:
+            self.write_list(made, names, add)
+        else:
+            list_names(made, self.list_keys, names, add)
+        return made
 
 
 def block_sizes(value: Any, where: str, key: str) -> tuple[int, int]:
@@ -113,3 +131,11 @@ def names_listed(content: Mapping[str, Any], keys: tuple[str, ...], where: str) 
         used = key if not entries else used
         entries += listed
     return tuple(dict.fromkeys(entries)), used
+
+
+def list_names(content: dict[str, Any], keys: Sequence[str], names: Sequence[str], add: bool) -> None:
+    """Write `names` into `content` under those of `keys` that list some, whichever its readers prefer, else one key."""
+    listing = [key for key in keys if content.get(key)]
+    for key in listing or [next((key for key in keys if key in content), keys[0])]:
+        before = content.get(key) if add else None
+        content[key] = list(dict.fromkeys([*(before or []), *names]))

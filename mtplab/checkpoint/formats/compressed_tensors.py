@@ -15,6 +15,7 @@ from mtplab.checkpoint.formats.by_module import ByModule
 from mtplab.checkpoint.strict_json import shown
 from mtplab.errors import CheckpointError
 
+_LISTS = ("ignore",)
 _STRATEGIES = {"tensor": "tensor", "channel": "channel", "block": "block", "group": "group"}
 
 
@@ -42,7 +43,7 @@ def _parse(content: dict[str, Any], where: str) -> QuantizationConfig:
         )
     classes.sort(key=lambda item: "linear" not in item[0])
     scheme_of = ByModule(where, names, patterns, classes[0][1] if classes else None)
-    entries, key = names_listed(content, ("ignore",), where)
+    entries, key = names_listed(content, _LISTS, where)
     kv = content.get("kv_cache_scheme")
     said = shown({k: kv.get(k) for k in ("num_bits", "type", "strategy")}) if isinstance(kv, dict) else None
     # `re:.*gate` covers gate_proj too (re.match)
@@ -78,4 +79,5 @@ FORMAT = Format(
     methods=("compressed-tensors",),
     pairs=((".weight", ".weight_scale"), ("", "_weight_scale"), ("", "_scale")),
     parse=_parse,
+    list_keys=_LISTS,
 )

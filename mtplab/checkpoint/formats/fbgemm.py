@@ -11,11 +11,12 @@ from typing import Any
 
 from mtplab.checkpoint.formats.base import Format, QuantizationConfig, Scheme, names_listed
 
+_LISTS = ("modules_to_not_convert",)
 _SCHEME = Scheme("channel", transposed=True)
 
 
 def _parse(content: dict[str, Any], where: str) -> QuantizationConfig:
-    entries, key = names_listed(content, ("modules_to_not_convert",), where)
+    entries, key = names_listed(content, _LISTS, where)
     return QuantizationConfig("fbgemm_fp8", where, lambda module: _SCHEME, entries, key)
 
 
@@ -24,4 +25,5 @@ FORMAT = Format(
     methods=("fbgemm_fp8",),
     pairs=((".weight", ".weight_scale"), ("", "_scale"), ("", "_weight_scale")),
     parse=_parse,
+    list_keys=_LISTS,
 )

@@ -19,6 +19,7 @@ from mtplab.checkpoint.header import TensorInfo
 from mtplab.checkpoint.strict_json import shown
 from mtplab.errors import CheckpointError
 
+_LISTS = ("modules_to_not_convert", "ignored_layers")
 # transformers writes no fmt at all, MiniMax writes torch's name
 _FMT = {None: "e4m3", "e4m3": "e4m3", "float8_e4m3fn": "e4m3", "e5m2": "e5m2", "float8_e5m2": "e5m2"}
 _SCHEMES = ("dynamic", "static")
@@ -37,7 +38,7 @@ def _parse(content: dict[str, Any], where: str) -> QuantizationConfig:
     else:  # auto-round says so where a scale is a channel's
         grain = "channel" if content.get("group_size") == -1 else "tensor"
         scheme = Scheme(grain, activation=activation, codes=_FMT[fmt])
-    entries, key = names_listed(content, ("modules_to_not_convert", "ignored_layers"), where)
+    entries, key = names_listed(content, _LISTS, where)
     kv = content.get("kv_cache_scheme")
     return QuantizationConfig("fp8", where, lambda module: scheme, entries, key, shown(kv) if kv else None)
 
@@ -73,4 +74,5 @@ FORMAT = Format(
     ),
     parse=_parse,
     shared_scale=_stacked,
+    list_keys=_LISTS,
 )

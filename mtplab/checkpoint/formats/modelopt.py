@@ -7,13 +7,17 @@ stacked experts: `experts.gate_up_proj` with `…_weight_scale` []. Case varies;
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
-from mtplab.checkpoint.formats.base import Format, QuantizationConfig, Scheme, names_listed
+from mtplab.checkpoint.formats.base import Format, QuantizationConfig, Scheme, list_names, names_listed
 from mtplab.checkpoint.formats.by_module import ByModule
 from mtplab.checkpoint.strict_json import shown
 from mtplab.errors import CheckpointError
 
+# in its own file the list is called exclude_modules, one level down; in config.json it is ignore
+_LISTS = ("ignore", "exclude_modules")
+_NESTED_LISTS = ("exclude_modules", "ignore")
 _ALGOS: dict[str, Scheme] = {
     "FP8": Scheme("tensor", activation="static"),
     "FP8_PER_CHANNEL_PER_TOKEN": Scheme("channel"),
@@ -25,8 +29,7 @@ _MIXED = "MIXED_PRECISION"
 
 
 def _parse(content: dict[str, Any], where: str) -> QuantizationConfig:
-    inner = content.get("quantization")
-    said = inner if isinstance(inner, dict) else content
+    said, lists = _said(content)
     algo = _named(said.get("quant_algo", said.get("quant_method")), where)
     layers: dict[str, Scheme] = {}
     if algo == _MIXED:
@@ -42,11 +45,26 @@ def _parse(content: dict[str, Any], where: str) -> QuantizationConfig:
             f"{where}: quant_algo {shown(algo)}, expected {', '.join(_ALGOS)} or {_MIXED} with one of them: what is "
             "not FP8 is not read. Take the checkpoint's BF16 or FP8 release."
         )
-    entries, key = names_listed(said, ("exclude_modules", "ignore"), where)
+    entries, key = names_listed(said, lists, where)
     kv = said.get("kv_cache_quant_algo") or said.get("kv_cache_scheme")
     return QuantizationConfig(
         "modelopt", where, ByModule(where, layers, default=overall, below=True), entries, key, shown(kv) if kv else None
     )
+
+
+def _said(content: dict[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """(What holds the settings, the keys that list modules in it)."""
+    inner = content.get("quantization")
+    return (inner, _NESTED_LISTS) if isinstance(inner, dict) else (content, _LISTS)
+
+
+def _write_list(content: dict[str, Any], names: Sequence[str], add: bool) -> None:
+    said, lists = _said(content)
+    list_names(said, lists, names, add)
+    layers = said.get("quantized_layers")
+    if add and isinstance(layers, dict):
+        gone = set(names)
+        said["quantized_layers"] = {name: layer for name, layer in layers.items() if name not in gone}
 
 
 def _named(algo: Any, where: str) -> str:
@@ -60,4 +78,6 @@ FORMAT = Format(
     methods=("modelopt", "modelopt_fp8", "modelopt_mxfp8", "modelopt_mixed"),
     pairs=((".weight", ".weight_scale"), ("", "_weight_scale")),
     parse=_parse,
+    list_keys=_LISTS,
+    write_list=_write_list,
 )

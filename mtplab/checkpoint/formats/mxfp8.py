@@ -9,11 +9,12 @@ from typing import Any
 
 from mtplab.checkpoint.formats.base import Format, QuantizationConfig, Scheme, names_listed
 
+_LISTS = ("modules_to_not_convert", "ignored_layers", "ignore")
 _SCHEME = Scheme("group", (1, 32))
 
 
 def _parse(content: dict[str, Any], where: str) -> QuantizationConfig:
-    entries, key = names_listed(content, ("modules_to_not_convert", "ignored_layers", "ignore"), where)
+    entries, key = names_listed(content, _LISTS, where)
     return QuantizationConfig("mxfp8", where, lambda module: _SCHEME, entries, key)
 
 
@@ -22,4 +23,5 @@ FORMAT = Format(
     methods=("mxfp8",),
     pairs=((".weight", ".weight_scale"), (".weight", ".weight_scale_inv"), (".weight", ".scale")),
     parse=_parse,
+    list_keys=_LISTS,
 )

@@ -13,6 +13,7 @@ from mtplab.checkpoint.formats.by_module import ByModule
 from mtplab.checkpoint.strict_json import shown
 from mtplab.errors import CheckpointError
 
+_LISTS = ("exclude",)
 _DTYPES = {"fp8_e4m3": "e4m3", "fp8_e5m2": "e5m2"}
 _QSCHEMES = {"per_tensor": "tensor", "per_channel": "channel", "per_group": "group"}
 
@@ -32,7 +33,7 @@ def _parse(content: dict[str, Any], where: str) -> QuantizationConfig:
     names = {name: scheme for name, scheme in own.items() if not any(char in name for char in "*?[")}
     globs = [(glob, scheme) for glob, scheme in own.items() if glob not in names]
     scheme_of = ByModule(where, names, globs, overall, globs=True)
-    entries, key = names_listed(content, ("exclude",), where)
+    entries, key = names_listed(content, _LISTS, where)
     kv = content.get("kv_cache_quant_config")
     return QuantizationConfig("quark", where, scheme_of, entries, key, f"{len(kv)} patterns" if kv else None)
 
@@ -64,4 +65,5 @@ FORMAT = Format(
     methods=("quark",),
     pairs=((".weight", ".weight_scale"), ("", "_weight_scale")),
     parse=_parse,
+    list_keys=_LISTS,
 )

@@ -11,13 +11,14 @@ from mtplab.checkpoint.formats.base import Format, QuantizationConfig, Scheme, b
 from mtplab.checkpoint.strict_json import shown
 from mtplab.errors import CheckpointError
 
+_LISTS = ("modules_to_not_convert",)
 _ACTIVATIONS = {"Float8WeightOnlyConfig": "none", "Float8DynamicActivationFloat8WeightConfig": "dynamic"}
 _CODES = {"float8_e4m3fn": "e4m3", "float8_e5m2": "e5m2"}
 
 
 def _parse(content: dict[str, Any], where: str) -> QuantizationConfig:
     kind = content.get("quant_type")
-    entries, key = names_listed(content, ("modules_to_not_convert",), where)
+    entries, key = names_listed(content, _LISTS, where)
     given = kind.get("default", kind) if isinstance(kind, dict) else kind
     scheme = _scheme(given, where)
     return QuantizationConfig("torchao", where, lambda module: scheme, entries, key)
@@ -55,4 +56,6 @@ FORMAT = Format(
     methods=("torchao",),
     pairs=(("._weight_qdata", "._weight_scale"),),
     parse=_parse,
+    list_keys=_LISTS,
+    can_keep_more=False,  # the files' metadata says too which tensors are codes
 )

@@ -9,7 +9,7 @@ import torch
 import mtplab
 from mtplab.decode.peek import next_logits
 from mtplab.errors import ConfigError
-from mtplab.study.quality import own_texts, quality
+from mtplab.study.quality import own_texts, quality, read
 
 PROMPTS = ["Once upon a time", "def main():"]
 
@@ -71,7 +71,36 @@ def test_long_texts_are_read_in_segments(models, texts, monkeypatch):
     torch.testing.assert_close(torch.from_numpy(parts.kl), torch.from_numpy(whole.kl), atol=1e-5, rtol=1e-3)
 
 
-@pytest.mark.parametrize(("texts", "skip"), [([[1]], 0), ([[1, 2, 3]], 2), ([[1, 2, 3]], [0, 0]), ([], 0)])
-def test_what_is_refused(models, texts, skip):
-    with pytest.raises(ConfigError):
+@pytest.mark.parametrize(
+    ("texts", "skip", "says"),
+    [
+        ([[1]], 0, "text 0 has 1 tokens, of which 0 are skipped"),
+        ([[1, 2, 3], [1, 2, 3]], [1, 2], "text 1 has 3 tokens, of which 2 are skipped"),
+        ([[1, 2, 3]], [0, 0], "skip is"),
+        ([[1, 2, 3]], -1, "skip is -1"),
+        ([[1, 2, 3]], [-2], "skip is"),
+        ([[1, 2, 3]], 0.5, "skip is 0.5"),
+        ([[1, 2, 3]], ["1"], "skip is"),
+        ([], 0, "prompts is"),
+        ([[1, 2, 10**9]], 0, "token id"),
+    ],
+)
+def test_what_is_refused(models, texts, skip, says):
+    with pytest.raises(ConfigError, match=says):
         quality(models[0], texts, skip=skip)
+
+
+def test_a_text_longer_than_either_model_is_refused(models):
+    room = models[0].config.max_position
+    says = f"text 1 has {room + 1} tokens; expected no more than max_position_embeddings, {room}"
+    texts = [[1, 2, 3], [1] * (room + 1)]
+    with pytest.raises(ConfigError, match=says):
+        quality(models[0], texts)
+    with pytest.raises(ConfigError, match=says):
+        read(models[0], texts)
+
+
+def test_strings_are_read_by_the_models_tokenizer(models):
+    text = "Once upon a time"
+    found = [quality(models[0], given) for given in (text, [text], [models[0].encode(text)])]
+    assert found[0].perplexity == found[1].perplexity == found[2].perplexity

@@ -10,14 +10,21 @@ Knows nothing of drafts or rows.
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from mtplab.errors import ConfigError
 from mtplab.study.interval import jackknife, without_one
+
+if TYPE_CHECKING:
+    import torch
+
+    from mtplab.models import Model, ModelConfig
+    from mtplab.quant.policy import QuantPolicy
 
 __all__ = ["Quality", "Reading", "own_texts", "quality", "read"]
 
@@ -94,11 +101,11 @@ class Reading:
     """A model's logits over texts, kept: a reference that is read once for many variants."""
 
     texts: list[list[int]]
-    parts: list[tuple[int, int, Any]]  # as `read_texts` yields them
-    config: Any
+    parts: list[tuple[int, int, torch.Tensor]]  # as `read_texts` yields them
+    config: ModelConfig
 
 
-def read(model: Any, texts: Sequence[Sequence[int]], exact: bool = False) -> Reading:
+def read(model: Model, texts: Sequence[str | Sequence[int]], exact: bool = False) -> Reading:
     """The logits of a model without a quantised cache, for `quality`'s reference; tokens × vocabulary × 4 bytes.
 
     Raises ConfigError for texts that are none.
@@ -108,10 +115,12 @@ def read(model: Any, texts: Sequence[Sequence[int]], exact: bool = False) -> Rea
     from mtplab.quant.policy import resolve_policy
 
     ids = token_ids(model, texts)
+    for number, text in enumerate(ids):
+        _check_length(number, text, model.config.max_position)
     return Reading(ids, list(read_texts(model, ids, resolve_policy("none"), exact)), model.config)
 
 
-def own_texts(model: Any, prompts: Any, max_new_tokens: int = 128, seed: int = 0, **settings: Any) -> list[list[int]]:
+def own_texts(model: Model, prompts: Any, max_new_tokens: int = 128, seed: int = 0, **settings: Any) -> list[list[int]]:
     """Prompts continued by the model itself, drawn at temperature 1: texts that are typical of it, as ids.
 
     `settings` are those of `generate`. Raises what it raises.
@@ -126,11 +135,11 @@ def own_texts(model: Any, prompts: Any, max_new_tokens: int = 128, seed: int = 0
 
 
 def quality(
-    model: Any,
-    texts: Sequence[Sequence[int]],
-    reference: Any = None,
+    model: Model,
+    texts: Sequence[str | Sequence[int]],
+    reference: Model | Reading | None = None,
     *,
-    quant_policy: Any = None,
+    quant_policy: str | int | QuantPolicy | None = None,
     skip: Sequence[int] | int = 0,
     exact: bool = False,
 ) -> Quality:
@@ -139,7 +148,8 @@ def quality(
     Args:
         model, reference: as `mtplab.load_model` gives them, of one vocabulary; None compares with nothing. The
             reference may be what `read` kept of one over the same texts.
-        texts: lists of token ids, of at least two each.
+        texts: lists of token ids, or strings, which the model's tokenizer reads; of at least two tokens each, and of
+            no more than either model has positions for.
         quant_policy: of the model's cache (its own default if None); the reference's cache is never quantised.
         skip: tokens at the beginning of each text that are read and not judged (a prompt), one number or one a text.
         exact: arithmetic whose rows do not depend on each other, where there is any.
@@ -150,9 +160,14 @@ def quality(
     from mtplab.quant.policy import resolve_policy
 
     ids = token_ids(model, texts)
-    skips = [skip] * len(ids) if isinstance(skip, int) else list(skip)
-    if len(skips) != len(ids) or any(len(text) < max(2, kept + 2) for text, kept in zip(ids, skips, strict=False)):
-        raise ConfigError("expected texts with two tokens or more after what is skipped, and a number to skip for each")
+    skips = _skips(skip, len(ids))
+    room = min(each.config.max_position for each in (model, reference) if each is not None)
+    for number, (text, kept) in enumerate(zip(ids, skips, strict=True)):
+        if len(text) < kept + 2:
+            raise ConfigError(
+                f"text {number} has {len(text)} tokens, of which {kept} are skipped; expected two or more after those"
+            )
+        _check_length(number, text, room)
     if reference is not None and reference.config.vocab_size != model.config.vocab_size:
         raise ConfigError(
             f"the reference has a vocabulary of {reference.config.vocab_size}, the model of {model.config.vocab_size}; "
@@ -164,7 +179,32 @@ def quality(
     return _compare(model, ids, reference, policy, skips, exact)
 
 
-def _compare(model, ids, reference, policy, skips, exact) -> Quality:
+def _skips(skip: Sequence[int] | int, count: int) -> list[int]:
+    """How many tokens of each text are not judged. Raises ConfigError for what are no such numbers."""
+    try:
+        found = [operator.index(one) for one in ([skip] * count if isinstance(skip, int) else skip)]
+    except TypeError:
+        raise ConfigError(f"skip is {skip!r:.60}; expected a whole number, or one for each text") from None
+    if len(found) != count or min(found, default=0) < 0:
+        raise ConfigError(f"skip is {skip!r:.60}; expected a number from 0 on, or one for each of the {count} texts")
+    return found
+
+
+def _check_length(number: int, text: Sequence[int], room: int) -> None:
+    if len(text) > room:
+        raise ConfigError(
+            f"text {number} has {len(text)} tokens; expected no more than max_position_embeddings, {room}. Cut it"
+        )
+
+
+def _compare(
+    model: Model,
+    ids: list[list[int]],
+    reference: Model | Reading | None,
+    policy: QuantPolicy,
+    skips: list[int],
+    exact: bool,
+) -> Quality:
     import torch
 
     from mtplab.decode.reading import read_texts

@@ -1,6 +1,6 @@
 """The audit: what is in a checkpoint, what is wrong with it, why that matters and what to do.
 
-Everything but the deep checks reads headers only and imports no torch.
+Headers only, and no torch, but for what `deep` asks for: the deep checks, and the values of a source compared.
 """
 
 from __future__ import annotations

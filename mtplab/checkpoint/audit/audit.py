@@ -15,7 +15,7 @@ from mtplab.checkpoint.audit import (
     checks_scales,
     checks_target,
 )
-from mtplab.checkpoint.audit.compare import compare, values_findings
+from mtplab.checkpoint.audit.compare import compare, compared, values_findings
 from mtplab.checkpoint.audit.engines import engine_findings, engines_of
 from mtplab.checkpoint.audit.finding import SEVERITIES, Finding, at_least, ordered
 from mtplab.checkpoint.audit.heads import Head
@@ -56,6 +56,7 @@ class Audit:
 
     @property
     def modules(self) -> tuple[ModulePlan, ...]:
+        """Every module, in the plan's order."""
         return self.plan.modules
 
     @property
@@ -139,11 +140,11 @@ def _readable(ckpt: Checkpoint) -> tuple[Subject, list[Finding]]:
 
 
 class _Reading:
-    """Counts bytes read for a progress bar; the bar's end is what all of `subjects` hold."""
+    """Counts bytes read for a progress bar that ends at `total`."""
 
-    def __init__(self, progress: Callable[[int, int], None] | None, subjects: list[Subject]) -> None:
+    def __init__(self, progress: Callable[[int, int], None] | None, total: int) -> None:
         self._progress = progress
-        self._total = sum(module.nbytes for subject in subjects for module in subject.modules)
+        self._total = total
         self._done = 0
 
     def __call__(self, nbytes: int) -> None:
@@ -167,7 +168,10 @@ def examine(
     if deep:
         from mtplab.checkpoint.audit.deep import deep_findings
 
-        reading = _Reading(progress, [subject] if origin is None else [subject, subject, origin])
+        total = sum(module.nbytes for module in subject.modules)
+        if origin is not None:
+            total += sum(module.nbytes + other.nbytes for module, other in compared(subject, origin))
+        reading = _Reading(progress, total)
         found += deep_findings(subject, reading)
         if origin is not None:
             found += values_findings(subject, origin, reading)

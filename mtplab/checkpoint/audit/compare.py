@@ -1,14 +1,16 @@
 """A checkpoint against the one it was made from: what the conversion lost, reshaped or counts otherwise.
 
 Module by module, by names under the text model's root, so that quantising (which adds scales and changes dtypes) and
-taking off a multimodal wrapper are no differences. Reads headers only; `values_findings` alone reads values.
+taking off a multimodal wrapper are no differences. Reads headers only; `values_findings` alone reads values and needs
+torch.
 """
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from mtplab.checkpoint.audit.finding import Finding, listed
 from mtplab.checkpoint.audit.subject import Subject
@@ -20,7 +22,7 @@ from mtplab.errors import CheckpointError
 if TYPE_CHECKING:
     from mtplab.checkpoint.plan import ModulePlan
 
-__all__ = ["compare", "values_findings"]
+__all__ = ["compare", "compared", "values_findings"]
 
 # what changes the model where it changes; dtype, cache and generation settings may
 _COUNTED = (
@@ -31,6 +33,7 @@ _COUNTED = (
 )  # fmt: skip
 _NOT_RUN = ("model.visual.", "visual.", "vision_tower.", "multi_modal_projector.", "model.vision_tower.")
 _BESIDE = (*KV_SCALE_SUFFIXES, ".input_scale", ".activation_scale", "_scale_inv", ".weight_scale")
+_ONE_BY_ONE = re.compile(r"\.experts\.[0-9]+\.")
 # rms of the difference over rms: E4M3 blocks of the bundled model 0.0262 to 0.0267, a BF16 cast at most 2^-9
 _FP8_ERROR, _CAST_ERROR = 0.1, 0.01
 
@@ -48,13 +51,17 @@ def _tensors(subject: Subject, source: Subject) -> Iterator[Finding]:
     here, there = _by_name(subject), _by_name(source)
     indexed_away = {normalised(module_of(name)) for name in subject.ckpt.files.unindexed}
     drafts = draft_prefixes(source.config)
-    stacks = {name.partition(".experts")[0] for name in here if ".experts" in name}
+    styles: dict[str, set[bool]] = {}  # a layer's experts by how they are stored here
+    for name in here:
+        if ".experts" in name:
+            styles.setdefault(name.partition(".experts")[0], set()).add(_style(name))
     lost: dict[str, list[str]] = {"draft": [], "vision": [], "target": []}
     for name, module in there.items():
         if name in here or name in indexed_away:
             continue
         # experts are stored one by one or stacked, and writers change one into the other
-        if ".experts" in name and name.partition(".experts")[0] in stacks and not _same_style(name, here):
+        place = name.partition(".experts")[0]
+        if ".experts" in name and place in styles and _style(name) not in styles[place]:
             continue
         if module.part == "head" and subject.text.get("tie_word_embeddings") is True:
             continue
@@ -93,12 +100,9 @@ def _tensors(subject: Subject, source: Subject) -> Iterator[Finding]:
         )  # fmt: skip
 
 
-def _same_style(name: str, here: dict[str, Any]) -> bool:
-    """Whether this expert's neighbours are stored as it is: then it is missing."""
-    one_by_one = re.compile(r"\.experts\.[0-9]+\.")
-    place = name.partition(".experts")[0]
-    mine = bool(one_by_one.search(name))
-    return any(bool(one_by_one.search(other)) == mine for other in here if other.startswith(f"{place}.experts"))
+def _style(name: str) -> bool:
+    """Whether an expert's module is stored by itself, not in a stack: one stored as its neighbours are is missing."""
+    return bool(_ONE_BY_ONE.search(name))
 
 
 def _config(subject: Subject, source: Subject) -> Iterator[Finding]:
@@ -118,20 +122,44 @@ def _config(subject: Subject, source: Subject) -> Iterator[Finding]:
         )  # fmt: skip
 
 
+def compared(subject: Subject, source: Subject) -> list[tuple[ModulePlan, ModulePlan]]:
+    """The modules whose values can be compared, with the source's: those of one name and one shape."""
+    there = _by_name(source)
+    pairs = ((module, there.get(name)) for name, module in _by_name(subject).items())
+    return [(module, other) for module, other in pairs if other is not None and module.shape == other.shape != ()]
+
+
 def values_findings(
     subject: Subject, source: Subject, progress: Callable[[int], None] | None = None
 ) -> Iterator[Finding]:
-    """Weights whose values are further from the original's than rounding explains. `progress` gets bytes read."""
-    here, there = _by_name(subject), _by_name(source)
+    """Weights that are further from the original's than rounding explains, and those that could not be compared.
+
+    `progress` gets bytes read: those of both modules of `compared`.
+    """
     odd: dict[str, float] = {}
-    for name, module in here.items():
-        original = there.get(name)
-        if original is not None and original.shape == module.shape and module.shape:
+    apart: dict[str, list[str]] = {}  # why they could not be compared, in words that many share → which
+    reasons: dict[str, str] = {}  # the first of them in full
+    for module, original in compared(subject, source):
+        try:
             error = _distance(subject, source, module, original)
-            if error is not None and error > (_FP8_ERROR if "fp8" in (module.weight, original.weight) else _CAST_ERROR):
+            if not math.isfinite(error):
+                apart.setdefault("hold NaN or infinity, here or there", []).append(module.name)
+            elif error > (_FP8_ERROR if "fp8" in (module.weight, original.weight) else _CAST_ERROR):
                 odd[module.name] = error
+        except CheckpointError as fault:
+            apart.setdefault("cannot be read", []).append(module.name)
+            reasons.setdefault("cannot be read", f" {fault}")
         if progress is not None:
-            progress(module.nbytes + (original.nbytes if original is not None else 0))
+            progress(module.nbytes + original.nbytes)
+    for why, names in apart.items():
+        yield Finding(
+            "warning", "not-compared",
+            f"{len(names)} weights were not compared with {source.ckpt.path}, since they {why}: {listed(names)}."
+            + reasons.get(why, ""), tuple(names),
+            "Whether the conversion kept their values is not known.",
+            "Download the checkpoint that cannot be read again, and compare anew.",
+        )  # fmt: skip
+    yield from _stored_otherwise(subject, source)
     if odd:
         worst = max(odd, key=lambda name: odd[name])
         yield Finding(
@@ -142,17 +170,35 @@ def values_findings(
         )  # fmt: skip
 
 
-def _distance(subject: Subject, source: Subject, module: ModulePlan, original: ModulePlan) -> float | None:
-    """rms of the difference over the original's rms; None where values cannot be read (which is said elsewhere)."""
+def _stored_otherwise(subject: Subject, source: Subject) -> Iterator[Finding]:
+    """Experts that are stacked in one of the two and stored one by one in the other."""
+    here, there = _by_name(subject), _by_name(source)
+    places = {(name.partition(".experts")[0], _style(name)) for name in there if ".experts" in name}
+    names = [
+        module.name
+        for name, module in here.items()
+        if ".experts" in name and name not in there and (name.partition(".experts")[0], not _style(name)) in places
+    ]
+    if names:
+        yield Finding(
+            "note", "not-compared",
+            f"{len(names)} weights of experts were not compared with {source.ckpt.path}, since they are stacked in one "
+            f"and stored one by one in the other: {listed(names)}.", tuple(names),
+            "Whether the conversion kept their values is not known.", "",
+        )  # fmt: skip
+
+
+def _distance(subject: Subject, source: Subject, module: ModulePlan, original: ModulePlan) -> float:
+    """rms of the difference over the original's rms; NaN or infinity where there are such values.
+
+    Of an original that is all zero, 1 where the other is not. Raises CheckpointError for values that cannot be read.
+    """
     import torch
 
     apart = size = 0.0
-    try:
-        for (_, _, band), (_, _, before) in zip(
-            subject.ckpt.bands(module.name), source.ckpt.bands(original.name), strict=True
-        ):
-            apart += float(torch.dist(band, before)) ** 2
-            size += float(torch.linalg.vector_norm(before)) ** 2
-    except CheckpointError:
-        return None
-    return (apart / size) ** 0.5 if size else (float("inf") if apart else 0.0)
+    for (_, _, band), (_, _, before) in zip(
+        subject.ckpt.bands(module.name), source.ckpt.bands(original.name), strict=True
+    ):
+        apart += float(torch.dist(band, before)) ** 2
+        size += float(torch.linalg.vector_norm(before)) ** 2
+    return (apart / size) ** 0.5 if size else float(apart > 0)

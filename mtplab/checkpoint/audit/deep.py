@@ -1,7 +1,7 @@
 """Checks that read the values: codes and scales that are wrong, weights that are zero, a head never trained.
 
 Every threshold says here what it is against, with what the bundled model has (`mtplab audit data/tiny-qwen3_5 --deep`).
-With `stats.py` and `deep_norms.py` the only modules of the audit that need torch.
+With `stats.py`, `deep_norms.py` and `compare.values_findings` all of the audit that needs torch.
 
 What no statistic of a file tells is which half of the fusion (`mtp.fc`, `eh_proj`) reads the embedding: on the bundled
 model its columns' norms follow their norm's weights (correlation 0.55 and 0.19; crosswise 0.06 and -0.21), but a
@@ -271,7 +271,13 @@ def _copies_of_target(subject: Subject) -> Iterator[Finding]:
                     "Engines that share the target's use another matrix than the head was trained with.",
                     "Store the copy as the target's is, or leave it out.",
                 )  # fmt: skip
-            elif not _same(copy, original):
+                continue
+            try:
+                alike = _same(copy, original)
+            except CheckpointError as error:
+                yield Finding("error", "unreadable", str(error), (copy.name, target), "", "Download the file again.")
+                continue
+            if not alike:
                 yield Finding(
                     "warning", "copy-differs", f"{listed([copy.name, target])} hold different values.",
                     (copy.name, target),

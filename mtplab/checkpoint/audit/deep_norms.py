@@ -1,8 +1,8 @@
 """Checks of the norms' values: RMSNorm multiplies by w in some families, by 1 + w in others, and converters mix them.
 
-Knows statistics only. Measured values are those of the bundled model (1 + w, trained), by `mtplab audit --deep`'s own
-`plain_stats`: target's means -0.58 to 0.46, median -0.14; head's -0.54 to 0.37, at most 0.28 outside the target's
-norms of the same name, and 0 outside all of them.
+Knows statistics only, and needs torch through them alone. Measured values are those of the bundled model (1 + w,
+trained), by `mtplab audit --deep`'s own `plain_stats`: target's means -0.58 to 0.46, median -0.14; head's -0.54 to
+0.37, at most 0.28 outside the target's norms of the same name, and 0 outside all of them.
 """
 
 from __future__ import annotations

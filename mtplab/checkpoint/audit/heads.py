@@ -92,6 +92,7 @@ class Head:
 
     @property
     def complete(self) -> bool:
+        """Whether as many layers are there as are promised, at least one, and no module of them is missing."""
         return self.layers > 0 and not self.missing and self.layers >= (self.promised or 0) * self.step_layers
 
     def to_dict(self) -> dict[str, Any]:

@@ -78,14 +78,15 @@ def scaled_stats(pair: Pair) -> Stats:
         dequantize_block(codes.view(TORCH_DTYPES[pair.dtype]), scale[grid_row], (1, bk), values, has_nan=False)
         squares.index_add_(0, grid_row, sums.add(values, bk).double())
     dark = (squares == 0) & (scale > 0)
-    codes_square = float((squares / scale.double() ** 2).nan_to_num(0.0).sum()) / max(1, sums.count)
+    # a value is code * scale, so code / scale is the value over the scale's square
+    inverse_square = float((squares / scale.double() ** 4).nan_to_num(0.0).sum()) / max(1, sums.count)
     median = float(stored[usable].median()) if bool(usable.any()) else math.nan
     # a power of two has nothing but its leading bit: half, as frexp gives it
     uneven = int((torch.frexp(stored[usable])[0] != 0.5).sum())
     count, _, *moments = sums.moments()
     return Stats(
         count, bad, *moments, int((~usable).sum()), median, uneven, top,
-        math.sqrt(codes_square) / median if median else math.nan,
+        math.sqrt(inverse_square) if bool(usable.any()) else math.nan,
         dark.numel() if sums.count else 0, int(dark.sum()) if sums.count else 0,
     )  # fmt: skip
 

@@ -35,10 +35,12 @@ class Subject:
 
     @cached_property
     def plan(self) -> Plan:
+        """Every module as stored, unusable ones too. Raises CheckpointError for a pattern that cannot be run."""
         return self.ckpt.look()
 
     @property
     def modules(self) -> tuple[ModulePlan, ...]:
+        """The plan's modules."""
         return self.plan.modules
 
     @cached_property
@@ -48,6 +50,7 @@ class Subject:
 
     @cached_property
     def head(self) -> Head | None:
+        """The draft head, or None where there is none and none is promised."""
         return find_head(self.modules, self.config)
 
     @cached_property
@@ -70,6 +73,7 @@ class Subject:
 
     @cached_property
     def listed(self) -> ListedModules:
+        """The exclusion list, to be asked module by module; empty where nothing is quantised."""
         entries = self.quantization.exclusions if self.quantization is not None else ()
         to_end = self.quantization is None or self.quantization.exclusions_to_end
         return ListedModules(entries, self.quantization.where if self.quantization is not None else "", to_end)
@@ -79,10 +83,12 @@ class Subject:
         names = {module_of(name) for name in self.ckpt.tensors}
         found = []
         begun = time.thread_time()
-        for entry in self.quantization.exclusions if self.quantization is not None else ():
+        if self.quantization is None:
+            return found
+        for entry in self.quantization.exclusions:
             if time.thread_time() - begun > FIRST_SECONDS:
                 break  # a list so long is refused as a whole
-            one = ListedModules([entry], self.quantization.where if self.quantization is not None else "")
+            one = ListedModules([entry], self.quantization.where, self.quantization.exclusions_to_end)
             try:
                 for name in names if one.has_patterns else ():
                     one.entry_for(name)

@@ -42,6 +42,7 @@ class Unit(NamedTuple):
 
     @property
     def fused(self) -> bool:
+        """Whether several modules of the file are asked for as one, routed experts not counted."""
         return not self.experts and self.members != (self.name,)
 
 
@@ -86,6 +87,7 @@ class Rule:
         return self.patterns.broken if self.patterns is not None else {}
 
     def answer(self, unit: Unit) -> Answer:
+        """Whether the list keeps a unit out, and by which entry; None with the reason where the engine stops."""
         entry = self.find(unit.name)
         return _NO if entry is None else Answer(True, entry)
 

@@ -38,6 +38,7 @@ class Asked(NamedTuple):
     depth: int  # how many of the module's numbers stand in the unit's name; later ones make no difference
 
     def at(self, numbers: Sequence[str]) -> Unit:
+        """The unit that the module with these numbers belongs to."""
         name = self.unit.format(*numbers)
         if self.experts:
             return Unit(name, tuple(name + end for end in _FIRST_EXPERT), True)

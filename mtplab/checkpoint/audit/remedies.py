@@ -17,7 +17,7 @@ from mtplab.checkpoint.audit.subject import Subject
 from mtplab.checkpoint.lenses import Look, View, lenses, recommended_exclusions, views_of
 from mtplab.checkpoint.lenses.fused import GROUPS
 from mtplab.checkpoint.lenses.judge import judge
-from mtplab.checkpoint.lenses.names import shaped
+from mtplab.checkpoint.lenses.names import Shaped, shaped
 from mtplab.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -101,7 +101,7 @@ class Remedies:
         return views_of(self._subject.modules)
 
     @cached_property
-    def _shaped(self) -> Any:
+    def _shaped(self) -> list[Shaped]:
         return shaped(self._views)
 
     @cached_property
@@ -218,9 +218,11 @@ class Remedies:
         assert found is not None
         return found.content
 
-    def _cured(self, look: Look, modules: tuple[str, ...], shapes: Any, content: dict[str, Any]) -> bool:
+    def _cured(self, look: Look, modules: tuple[str, ...], shapes: list[Shaped], content: dict[str, Any]) -> bool:
         """Whether the engine, asked anew, builds all of `modules` as they are stored."""
         method = str(content.get("quant_method", self._subject.method))
-        made = judge(self._engines[look.engine], shapes, method, content, self._subject.config)
+        wanted = set(modules)
+        asked = [group for group in shapes if any(view.name in wanted for view, _ in group.members)]
+        made = judge(self._engines[look.engine], asked, method, content, self._subject.config)
         still = {name for found in made.disagreements for name in found.modules}
         return made.status == "judged" and still.isdisjoint(modules)

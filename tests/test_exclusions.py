@@ -13,7 +13,7 @@ from mtplab.checkpoint.planted import plant
 from mtplab.cli import main
 from mtplab.decode import Cancelled
 from mtplab.errors import CheckpointError, ConfigError
-from mtplab.report import pareto, sensitivity_bars
+from mtplab.report import estimate_check, pareto, sensitivity_bars, sensitivity_table
 from mtplab.study.exclusion_meter import ExclusionMeter, Measured, kl_change, length_change, relative_loss
 from mtplab.study.exclusion_search import Better, search_exclusions
 from mtplab.study.module_groups import module_groups
@@ -125,6 +125,10 @@ def test_kl_adds_up_where_errors_are_independent_and_is_not_offered_elsewhere(bu
     half = meter.groups[::2]
     assert told.estimated_kl(half) == pytest.approx(meter.measure(half).mean_kl.value, rel=0.35)
     assert told.estimated_kl(meter.groups) == 0
+    # all in FP8, all but one layer of four, and the half: every set of two layers or more, and each of them is near
+    pairs = told.estimates(meter.measured.values())
+    assert len(pairs) == 6 and all(mine == pytest.approx(sum_, rel=0.35) for mine, sum_ in pairs)
+    assert told.estimated_kl(["model.layers.0.mlp.down_proj"]) is None  # a part of a group
     assert replace(told, additivity=replace(told.additivity, ratio=2.0)).estimated_kl(half) is None
     # where a module is in no group, there is no sum to take
     assert sensitivity(ExclusionMeter(bundled, ["mtp.*"], **SMALL)).additivity is None
@@ -184,6 +188,9 @@ def test_figures_say_what_they_show(found):
     bars, front = sensitivity_bars(found.sensitivity), pareto(found)
     assert "24 groups" in bars.alt and "model.layers.1.mlp.gate_proj+up_proj" in bars.alt and "mtp.fc" in bars.alt
     assert f"{len(found.points)} sets" in front.alt and "recommended" in front.alt
+    check = estimate_check(replace(found, sensitivity=replace(found.sensitivity, additivity=None)))
+    assert "sums are no estimate" in check.alt
+    assert sensitivity_table(found.sensitivity).count("<tr>") == 25
     assert bars.png[:4] == front.png[:4] == b"\x89PNG"
 
 

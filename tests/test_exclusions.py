@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import mtplab
+from mtplab.checkpoint.convert.foresee import foreseen, never_fp8_anywhere
 from mtplab.checkpoint.planted import plant
 from mtplab.cli import main
 from mtplab.decode import Cancelled
@@ -53,7 +54,9 @@ def test_exactly_the_planted_modules_are_found(found, planted):
 def test_the_list_is_taken_as_it_is(found, planted, tmp_path, capsys):
     exclude = ",".join(found.exclude)
     assert main(["quantize", str(planted.path), str(tmp_path / "out"), "--exclude", exclude]) == 0
-    capsys.readouterr()
+    # what engines make of it was said before anything was written
+    looks = foreseen(mtplab.open_checkpoint(planted.path), found.exclude)
+    assert f"engines     {looks.sentence}\n" in capsys.readouterr().out
     plan = mtplab.open_checkpoint(tmp_path / "out").plan()
     high = [m.name for m in plan.modules if m.kind == "linear" and m.weight != "fp8"]
     assert high == [m.name for m in plan.modules if m.name in planted.modules]
@@ -241,6 +244,21 @@ def test_groups(grouping, expected):
     assert sizes == expected
     assert all(g.nbytes == 40 * len(g.modules) for g in groups)
     assert [g.part for g in groups if "mtp" in g.modules[0]] == ["draft"] * sum("mtp" in g.modules[0] for g in groups)
+
+
+def test_a_portable_list_loads_everywhere(bundled):
+    """The modules that SGLang and lmdeploy build in BF16 unasked; with them kept no engine goes wrong."""
+    source = mtplab.open_checkpoint(bundled)
+    keep = never_fp8_anywhere(source)
+    parts = {name.rpartition(".")[2] for name in keep}
+    assert parts == {"in_proj_a", "in_proj_b", "fc"} and len(keep) == 7
+    assert "wrong" in foreseen(source, "none").sentence
+    assert {item.worst for item in foreseen(source, keep).looks} == {"right"}
+    meter = ExclusionMeter(bundled, "part", keep=keep, prompts=["The", "In"], max_new_tokens=4)
+    assert sorted(meter.all_fp8.excluded) == keep and not {*keep} & {n for g in meter.groups for n in g.modules}
+    assert meter.bf16.mean_kl.value == 0 and sensitivity(meter).additivity.ratio == pytest.approx(1)
+    with pytest.raises(ConfigError, match="keep: 'mtp.norm'"):
+        ExclusionMeter(bundled, keep=["mtp.norm"])
 
 
 def test_kinds_go_over_all_layers(bundled):

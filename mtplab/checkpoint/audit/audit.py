@@ -7,7 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mtplab.checkpoint.audit import checks_draft, checks_files, checks_lists, checks_scales, checks_target
+from mtplab.checkpoint.audit import (
+    checks_draft,
+    checks_expected,
+    checks_files,
+    checks_lists,
+    checks_scales,
+    checks_target,
+)
 from mtplab.checkpoint.audit.compare import compare, values_findings
 from mtplab.checkpoint.audit.engines import engine_findings, engines_of
 from mtplab.checkpoint.audit.finding import SEVERITIES, Finding, at_least, ordered
@@ -24,8 +31,13 @@ if TYPE_CHECKING:
 __all__ = ["Audit", "examine"]
 
 _CHECKS = (
-    *checks_files.CHECKS, *checks_target.CHECKS, *checks_lists.CHECKS, *checks_scales.CHECKS, *checks_draft.CHECKS,
-)  # fmt: skip
+    *checks_files.CHECKS,
+    *checks_expected.CHECKS,
+    *checks_target.CHECKS,
+    *checks_lists.CHECKS,
+    *checks_scales.CHECKS,
+    *checks_draft.CHECKS,
+)
 
 
 @dataclass(frozen=True, repr=False)
@@ -123,7 +135,7 @@ def _readable(ckpt: Checkpoint) -> tuple[Subject, list[Finding]]:
     )  # fmt: skip
     assert ckpt.quantization is not None
     kept = [entry for entry in ckpt.quantization.exclusions if entry not in names]
-    return Subject(ckpt.with_exclusions(kept)), [finding]
+    return Subject(ckpt.with_exclusions(kept), as_on_disk=False), [finding]
 
 
 class _Reading:
@@ -160,7 +172,7 @@ def examine(
         if origin is not None:
             found += values_findings(subject, origin, reading)
     looks = engines_of(subject)
-    found += engine_findings(looks)
+    found += engine_findings(subject, looks)
     method = str(subject.content.get("quant_method", "unnamed")) if ckpt.found is not None else "none"
     return Audit(
         path=ckpt.path,

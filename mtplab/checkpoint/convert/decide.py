@@ -1,12 +1,12 @@
 """From settings and headers to what becomes of every tensor: kept, quantised, dequantised, carried over, or left out.
 
 A plain source follows its plan (`Checkpoint.plan(model_format="fp8")`), so that a file holds what such a load would
-have computed. An FP8 source keeps what is FP8 and what is not, but for what the settings name. Reads no values.
+have computed; only stacked experts, which a load leaves as they are, become FP8 one by one. An FP8 source keeps what is
+FP8 and what is not, but for what the settings name. Reads no values.
 """
 
 from __future__ import annotations
 
-import fnmatch
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -24,9 +24,10 @@ from mtplab.checkpoint.convert.pieces import (
     is_fp8,
     keeps_scale,
 )
-from mtplab.checkpoint.exclusions import QWEN_PUBLISHED, UserPatterns, parse_exclude
+from mtplab.checkpoint.exclusions import PUBLISHED, UserPatterns, parse_exclude
+from mtplab.checkpoint.header import PLAIN_FLOATS
 from mtplab.checkpoint.lenses import View, recommended_exclusions
-from mtplab.checkpoint.names import draft_prefixes, module_of, normalised, part_of
+from mtplab.checkpoint.names import draft_prefixes, module_of, part_of
 from mtplab.checkpoint.pairing import Pair
 from mtplab.checkpoint.strict_json import shown
 from mtplab.errors import ConfigError
@@ -34,12 +35,6 @@ from mtplab.errors import ConfigError
 __all__ = ["DRAFTS", "Decision", "Wish", "decide"]
 
 DRAFTS = ("like-target", "keep", "quantize", "bf16")
-_PLAIN = ("BF16", "F16", "F32")
-
-# kept beside Qwen's published list by default: what other families publish unquantised (routers, a draft head's own
-# copy of the vocabulary head and the projection that joins its two inputs), and what is not the text model
-_ALSO_KEPT = ("*.gate", "*.router", "*.router.*", "*.eh_proj", "*.shared_head.head")
-_NOT_TEXT = ("*visual.*", "*vision_*", "*audio_*", "*_projector.*", "*projector.*", "*image_*")
 
 
 @dataclass
@@ -84,7 +79,8 @@ class _Decider:
         draft = target if wish.draft_exclude is None else parse_exclude(wish.draft_exclude, "draft_exclude")
         # by whether a module is of the draft head
         self.lists = {False: target, True: draft}
-        self.user = {key: UserPatterns(items, QWEN_PUBLISHED) for key, items in self.lists.items()}
+        self.user = {key: UserPatterns(items, ()) for key, items in self.lists.items()}
+        self.preset = UserPatterns(None, PUBLISHED)
         self.found = Pieces()
         self.warnings: list[str] = []
         said = source.found.content if source.found is not None else {}
@@ -146,7 +142,9 @@ class _Decider:
         recipe, draft = self.wish.recipe, self.is_draft(info.name)
         how = self.wish.draft if draft else "like-target"
         module = self.by_module.get(info.name)
-        if not self.plain or recipe is None or info.dtype not in _PLAIN or module is None or module.part == "unused":
+        if not self.plain or recipe is None or info.dtype not in PLAIN_FLOATS:
+            return []
+        if module is None or module.part == "unused":
             return []
         if how in ("keep", "bf16") or self.user[draft].own_pattern(info.name) is not None:
             return []
@@ -154,7 +152,7 @@ class _Decider:
 
     @staticmethod
     def is_weight(info: TensorInfo, module: ModulePlan) -> bool:
-        return info.name == f"{module.name}.weight" and info.dtype in _PLAIN and len(info.shape) == 2
+        return info.name == f"{module.name}.weight" and info.dtype in PLAIN_FLOATS and len(info.shape) == 2
 
     def to_be_quantised(self, name: str, module: ModulePlan) -> bool:
         if self.wish.all_bf16:
@@ -163,20 +161,13 @@ class _Decider:
         how = self.wish.draft if draft else "like-target"
         if how in ("keep", "bf16"):
             return False
-        items = self.lists[draft]
-        published = items is None or "published" in items
-        if published and any(fnmatch.fnmatchcase(normalised(name), glob) for glob in _ALSO_KEPT):
-            return False
-        if any(fnmatch.fnmatchcase(name, glob) for glob in _NOT_TEXT):
-            return False
         if self.plain:
             return module.weight == "fp8"
         if module.kind != "linear" or module.part == "unused":
             return False
-        if items == ("none",):
+        if self.lists[draft] == ("none",):
             return True
-        user = self.user[draft]
-        listed = user.own_pattern(name) or any(fnmatch.fnmatchcase(normalised(name), glob) for glob in QWEN_PUBLISHED)
+        listed = self.user[draft].own_pattern(name) or self.preset.published_pattern(name)
         return how == "quantize" and not listed
 
     def recipe_for(self, name: str) -> Recipe:

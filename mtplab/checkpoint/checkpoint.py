@@ -13,7 +13,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from mtplab.checkpoint.config_json import find_quantization, read_config
+from mtplab.checkpoint.config_json import CONFIG_FILE, find_quantization, read_config
 from mtplab.checkpoint.draft_layouts import OWN_COUNT
 from mtplab.checkpoint.formats import Format, QuantizationConfig, parse
 from mtplab.checkpoint.header import TensorInfo
@@ -110,7 +110,7 @@ class Checkpoint:
 
     def _layer_problems(self) -> Iterator[Problem]:
         """Where config.json counts other layers than the files hold."""
-        reach, where = Reach(self.config), self.files.folder / "config.json"
+        reach, where = Reach(self.config), self.files.folder / CONFIG_FILE
         by_reason: dict[str, list[str]] = {}
         for name in self.tensors:
             why = reach.unread(name)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from mtplab.checkpoint.audit.finding import Finding, listed
 from mtplab.checkpoint.audit.subject import Subject
+from mtplab.checkpoint.draft_layouts import COUNT_KEYS
 from mtplab.checkpoint.names import draft_prefixes, module_of, normalised, of_other_senses, part_of
 from mtplab.checkpoint.pairing import SCALE_SUFFIXES
 from mtplab.checkpoint.strict_json import shown
@@ -24,7 +25,7 @@ __all__ = ["compare", "values_findings"]
 
 # what changes the model where it changes; dtype, cache and generation settings may
 _COUNTED = (
-    "mtp_num_hidden_layers", "num_nextn_predict_layers", "num_mtp_modules", "num_hidden_layers", "hidden_size",
+    *COUNT_KEYS, "num_hidden_layers", "hidden_size",
     "intermediate_size", "moe_intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim",
     "num_experts", "n_routed_experts", "num_experts_per_tok", "vocab_size", "tie_word_embeddings", "rms_norm_eps",
     "rope_theta", "rope_parameters", "rope_scaling", "layer_types", "model_type",

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 import signal
 import sys
 import time
@@ -23,7 +24,7 @@ from mtplab.study.trace import Trace
 PROMPTS = ["Once upon a time", "def add(a, b):", "In the"]
 
 
-def swept(model, folder: Path, method: str):
+def swept(model, folder: Path, method: str, on_progress=None):
     return sweep(
         model,
         prompts=PROMPTS,
@@ -34,17 +35,21 @@ def swept(model, folder: Path, method: str):
         results=folder,
         max_new_tokens=10,
         method=method,
+        on_progress=on_progress,
     )
 
 
-def child(model, folder: Path, method: str, answer: Path | None = None) -> int:
-    """The process id of a fork that sweeps, and writes what it computed and read back to `answer`."""
+def child(model, folder: Path, method: str, answer: Path | None = None) -> tuple[int, int]:
+    """A fork that sweeps, and writes what it computed and read back to `answer`: its process id, and a pipe that gives
+    a byte for every round decoded, and ends with it."""
+    reading, writing = os.pipe()
     pid = os.fork()
     if pid:
-        return pid
+        os.close(writing)
+        return pid, reading
     code = 1
     try:
-        found = swept(model, folder, method)
+        found = swept(model, folder, method, lambda p: os.write(writing, b".") if p.fraction else None)
         if answer is not None:
             answer.write_text(json.dumps([found.computed, found.reused, len(found.failed)]))
         code = 0
@@ -59,42 +64,50 @@ def facts(rows) -> dict[str, str]:
 
 
 def killed(model, folder: Path, method: str, times: int, draw: random.Random) -> dict:
+    """Kills, each some rounds into what its child found to do; where one came to its end, the next begins anew."""
     whole = facts(swept(model, folder / "whole", method))
-    began = time.monotonic()
-    os.waitpid(child(model, folder / "timed", method), 0)
-    span = time.monotonic() - began
-    lost = wrong = ended = 0
+    here = folder / "killed"
+    lost = wrong = kills = laps = 0
     kept: dict[str, str] = {}
-    for _ in range(times):
-        pid = child(model, folder / "killed", method)
-        # from before its first row to well into the sweep, of which each child leaves less to the next
-        time.sleep(draw.random() * span / 10)
+    while kills < times:
+        pid, reading = child(model, here, method)
+        # rounds, so that a busy machine moves no kill to where nothing happens; then a moment, to hit what is between
+        rounds = draw.randrange(30)
+        while rounds and os.read(reading, 1):
+            rounds -= 1
+        time.sleep(draw.random() * 0.02)
         os.kill(pid, signal.SIGKILL)
-        ended += os.WIFEXITED(os.waitpid(pid, 0)[1])
-        found = facts(read_rows(folder / "killed")) if (folder / "killed").exists() else {}
+        ended = os.WIFEXITED(os.waitpid(pid, 0)[1])
+        os.close(reading)
+        found = facts(read_rows(here)) if here.exists() else {}
         lost += len(kept.keys() - found.keys())
         wrong += sum(whole.get(key) != value for key, value in found.items())
         kept = found
-    rest = swept(model, folder / "killed", method)
-    traces = [Trace.load(path) for path in (folder / "killed").glob("traces/*.safetensors")]
-    left = [path.name for path in (folder / "killed").rglob("*.partial")]
+        if ended:
+            wrong += found != whole
+            laps += 1
+            kept = {}
+            shutil.rmtree(here)
+        else:
+            kills += 1
+    rest = swept(model, here, method)
     return {
         "lost": lost,
         "wrong": wrong,
-        "ended": ended,
+        "laps": laps,
         "kept": len(kept),
         "computed": rest.computed,
         "reused": rest.reused,
         "same": facts(rest) == whole,
-        "traces": len(traces),
-        "left": len(left),
+        "traces": len([Trace.load(path) for path in here.glob("traces/*.safetensors")]),
+        "left": len(list(here.rglob("*.partial"))),
     }
 
 
 def pair(model, folder: Path, method: str) -> dict:
     whole = facts(swept(model, folder / "whole", method))
     answers = [folder / "one", folder / "two"]
-    codes = [os.waitpid(pid, 0)[1] for pid in [child(model, folder / "both", method, answer) for answer in answers]]
+    codes = [os.waitpid(pid, 0)[1] for pid, _ in [child(model, folder / "both", method, answer) for answer in answers]]
     return {
         "codes": codes,
         "counts": [json.loads(answer.read_text()) for answer in answers],

@@ -46,7 +46,7 @@ def up_to_the_work(repo, tmp_path, monkeypatch):
 
 def test_every_example_in_the_help_is_accepted(up_to_the_work, capsys):
     examples = []
-    for name in ([], ["generate"], ["sweep"], ["audit"], ["quantize"], ["report"], ["doctor"], ["advise"]):
+    for name in ([], ["generate"], ["sweep"], ["audit"], ["quantize"], ["report"], ["doctor"], ["advise"], ["exclude"]):
         main([*name, "--help"])
         lines = capsys.readouterr().out.splitlines()
         examples += [line.strip() for line in lines if line.startswith("    mtplab ")]

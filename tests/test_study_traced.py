@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import numpy as np
 import pytest
 
@@ -11,6 +13,7 @@ from mtplab.errors import ConfigError
 from mtplab.models import load_model
 from mtplab.study import Prompt, sweep
 from mtplab.study.trace import Trace, trace
+from tests.tiny import write_tiny
 
 TEXTS = ["Once upon a time there was", "def add(a, b):\n    return", "In the beginning"]
 PROMPTS = [Prompt(str(i), "abb"[i], text) for i, text in enumerate(TEXTS)]
@@ -149,14 +152,14 @@ def test_a_failure_is_the_points_and_the_rest_go_on(bundled, tmp_path):
 
 
 def test_progress_and_cancel_within_a_trace(bundled, tmp_path):
-    import threading
-
     cancel, told = threading.Event(), []
 
     def tell(progress):
         told.append(progress)
-        if progress.fraction > 0.5:
-            cancel.set()
+        if progress.fraction > 0.5 and not cancel.is_set():
+            other = threading.Thread(target=cancel.set)
+            other.start()
+            other.join()
 
     found = measured(bundled, tmp_path, on_progress=tell, cancel=cancel)
     assert found.cancelled and len(found) == 0 and not found.failed
@@ -172,3 +175,10 @@ def test_the_planted_weakness_is_seen(bundled, tmp_path):
     )
     spared, hurt = (row.acceptance_length for row in found)
     assert spared > hurt
+
+
+def test_a_model_without_a_draft_is_run(tmp_path, decoded):
+    plain = write_tiny(tmp_path / "plain", mtp_num_hidden_layers=0)
+    found = measured(plain, tmp_path / "r", prompts=[[1, 2, 3]], depths=(0, 2))
+    assert [(row.method, row.depth, row.error is None) for row in found] == [("run", 0, True), ("run", 2, False)]
+    assert "has no MTP head" in found.failed[0].error and decoded == []

@@ -3,10 +3,13 @@
 import dataclasses
 
 import pytest
+import torch
 
 import mtplab
 from mtplab.checkpoint.planted import plant
 from mtplab.decode import runner
+from mtplab.models.cache import slot_base, slot_index
+from mtplab.quant.policy import resolve_policy
 from mtplab.study.trace import trace
 
 PROMPTS = ["Once upon a time there was a king who", "def main():", "In the", "The", "import os\n\n\ndef"]
@@ -84,3 +87,44 @@ def test_the_output_is_plain_decodings_above_temperature_0(model, drafts):
     sampling = {"temperature": 0.9, "top_k": 30, "top_p": 0.9, "seed": 4, "max_new_tokens": 16}
     found = trace(model, PROMPTS, 4, draft_sampling=drafts, max_batch=2, **sampling)
     assert found.outputs == mtplab.generate(model, PROMPTS, depth=0, max_batch=2, **sampling).tokens
+
+
+@pytest.mark.parametrize("policy", ["none", "int8", "int4", "fp8_e4m3", "fp8_e5m2"])
+@pytest.mark.parametrize("rows", [[0, 1, 2, 3, 4, 5], [1, 4, 5], [0, 2, 3, 5], [5], [0, 1]], ids=str)
+def test_a_cache_that_shrinks_holds_what_one_of_the_chosen_would(model, policy, rows):
+    """In another order, and written to afterwards like any other."""
+    heads, d = model.config.num_kv_heads, model.config.head_dim
+    whole = model.draft_cache(6, 256, resolve_policy(policy))
+    draw = torch.Generator().manual_seed(1)
+
+    def write(cache, at: int, values: torch.Tensor) -> None:
+        base = slot_base(cache.room, heads, 256, model.device)[:, : values.shape[1]]
+        cache.write(slot_index(torch.full((values.shape[1], 1), at), base), values.reshape(-1, d))
+
+    for at in range(3):
+        write(whole, at, torch.randn(2, 6, heads, d, generator=draw))
+    smaller, chosen = whole.fork(torch.arange(6), 256), whole.fork(torch.tensor(rows), 256)
+    order = smaller.shrink(torch.tensor(rows))
+    assert sorted(order.tolist()) == rows and smaller.room == 6
+    place = torch.tensor([order.tolist().index(row) for row in rows])
+    new = torch.randn(2, len(rows), heads, d, generator=draw)
+    write(chosen, 3, new)
+    write(smaller, 3, new[:, [rows.index(row) for row in order.tolist()]])
+    for mine, theirs in zip(smaller.read(4), chosen.read(4), strict=True):
+        assert torch.equal(mine[place], theirs)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", ["none", "int4"])
+def test_with_kernels_interpreted(bundled, monkeypatch, policy):
+    """A draft that kernels read for: the caches hold codes only, and are copied as such."""
+    monkeypatch.setenv("MTPLAB_KERNELS", "triton")
+    model = mtplab.load_model(bundled)
+    settings = {"quant_policy": policy, "max_new_tokens": 8}
+    found = trace(model, PROMPTS[1:3], max_depth=2, **settings)
+    for depth in (1, 2):
+        run = mtplab.generate(model, PROMPTS[1:3], depth=depth, **settings)
+        assert run.tokens == found.outputs and run.per_prompt == found.acceptance().per_prompt(depth)
+    monkeypatch.setenv("MTPLAB_KERNELS", "reference")
+    again = trace(mtplab.load_model(bundled), PROMPTS[1:3], max_depth=2, **settings)
+    assert (again.hits == found.hits).all() and found.hits.any() and not found.hits.all()

@@ -38,7 +38,10 @@ def tracing(path: Path, texts: list[str], tokens: int, rounds: int) -> list[Line
         if wrong:
             lines.append(Line(f"{here}: trace", None, None, None, f"wrong at depths {wrong}, so not timed"))
             continue
-        names = [f"{here}: {what}" for what in ("plain decoding", "trace of depths 1 to 8", "runs at depths 1 to 8")]
+        names = [
+            f"{here}: {what}"
+            for what in ("plain decoding", f"trace of depths 1 to {DEPTHS}", f"runs at depths 1 to {DEPTHS}")
+        ]
         timings = interleave(
             {
                 names[0]: (batch * tokens, lambda ids=ids: generate(model, ids, depth=0, **settings)),

@@ -120,7 +120,7 @@ class _Batch:
     def head(self, passes: PassMaker, tokens, given, positions, longest: int, cache) -> tuple[Tensor, Tensor]:
         """The head over tokens [b, t] and hidden [b, t, h] → its hidden before and after its norm, [b·t, h]."""
         target, head = self.model.target, self.model.draft
-        run = passes.make(positions, longest, self.exact)
+        run = passes.make(positions, longest, self.exact, room=cache.room)
         embedded = run.gather(F.embedding(tokens, target.embedding))
         out = head(embedded, run.gather(given), run, cache)[: run.rows]
         return out, head.normed(pad_rows(out, row_count(len(out), self.exact)))[: run.rows]
@@ -218,8 +218,11 @@ class _Chains:
             fed = normed if self.feeds_normed else out
             if len(stay) < len(at):
                 index = torch.from_numpy(stay).to(device)
-                at, fed = at[stay], fed[index]
-                cache.select(index)
+                if passes.kernels:
+                    cache.select(index)
+                else:
+                    index = cache.shrink(index)
+                at, fed = at[index.cpu().numpy()], fed[index]
 
     def _judge(self, at: np.ndarray, normed: Tensor, step: int) -> None:
         """Write column `step` of the table for slots `at` [n], whose normed hidden is [n, h]."""
@@ -236,7 +239,8 @@ class _Chains:
         best, chosen = logits.max(-1)
         hit = (chosen == ids).cpu().numpy()
         table.hits[at, step - 1] = hit & table.hits[at, step - 2] if step > 1 else hit
-        table.top[at, step - 1] = (best - logits.logsumexp(-1)).float().cpu().numpy()
         if not self.sampling.greedy:
             q = distribution(logits, self.sampling).gather(1, ids[:, None])[:, 0]
             table.log_q[at, step - 1] = q.log().float().cpu().numpy()
+        # the largest of log-softmax; in place, for the logits are many and have served
+        table.top[at, step - 1] = -logits.sub_(best[:, None]).exp_().sum(-1).log_().float().cpu().numpy()

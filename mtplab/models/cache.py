@@ -41,6 +41,7 @@ class KVCache:
         """`kernels`: decoding reads the codes themselves, so no copy is kept as read back."""
         self.policy, self.codec, self.dtype, self.meta_dtype = policy, policy.codec, dtype, meta_dtype
         self.head_dim = head_dim
+        self.live = batch  # sequences that are read, the first ones; `shrink` makes them fewer than there is room for
         shape = (2, batch, kv_heads, capacity)
         self.codes = torch.zeros(
             *shape, self.codec.code_shape(head_dim), dtype=self.codec.code_dtype(dtype), device=device
@@ -68,9 +69,9 @@ class KVCache:
     def read(self, length: int) -> tuple[Tensor, Tensor]:
         """K and V [b, h_kv, length, d] of the first `length` slots, as stored."""
         if self.values is not None:
-            return self.values[0, :, :, :length], self.values[1, :, :, :length]
-        meta = None if self.meta is None else self.meta[..., :length, :]
-        keys, values = self.codec.decode(self.codes[..., :length, :], meta, self.dtype)
+            return self.values[0, : self.live, :, :length], self.values[1, : self.live, :, :length]
+        meta = None if self.meta is None else self.meta[:, : self.live, :, :length, :]
+        keys, values = self.codec.decode(self.codes[:, : self.live, :, :length, :], meta, self.dtype)
         return keys, values
 
     @contextmanager
@@ -97,6 +98,28 @@ class KVCache:
             self.values = self.codes if plain else self.values.index_select(1, rows)
         if self.meta is not None:
             self.meta = self.meta.index_select(1, rows)
+        self.live = len(rows)
+
+    def shrink(self, rows: Tensor) -> Tensor:
+        """Keep these sequences, growing numbers, by moving the last of them into the gaps; the room stays what it was.
+        Returns their new order. Where most stay, this copies much less than `select`; kernels do not know of it."""
+        count = len(rows)
+        order = torch.arange(count, device=rows.device)
+        inside = rows[rows < count]
+        free = torch.ones(count, dtype=torch.bool, device=rows.device)
+        free[inside] = False
+        gaps, moved = free.nonzero()[:, 0], rows[len(inside) :]
+        order[gaps] = moved
+        held = {id(x): x for x in (self.codes, self.values, self.meta) if x is not None}
+        for x in map(_movable, held.values()):
+            x.index_copy_(1, gaps, x.index_select(1, moved))
+        self.live = count
+        return order
+
+    @property
+    def room(self) -> int:
+        """Sequences that there is storage for."""
+        return self.codes.shape[1]
 
     @property
     def bytes_per_slot(self) -> int:
@@ -108,6 +131,7 @@ class KVCache:
     def fork(self, rows: Tensor, capacity: int) -> KVCache:
         """A cache of its own with these sequences, a row as often as it is named, and the first `capacity` slots."""
         other = copy.copy(self)
+        other.live = len(rows)
         plain = self.values is self.codes
         other.codes = _movable(self.codes[..., :capacity, :]).index_select(1, rows).view(self.codes.dtype)
         if self.values is not None:

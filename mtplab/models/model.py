@@ -56,6 +56,18 @@ class Model:
         """Whether a row's bits can be promised not to depend on its neighbours: float32 on a CPU."""
         return self.device.type == "cpu" and self.dtype == torch.float32
 
+    def with_exclusions(
+        self,
+        exclude: str | list[str] | None,
+        draft_exclude: str | list[str] | None = None,
+        model_format: str | None = None,
+    ) -> Model:
+        """This model as `load_model` gives it with other exclusions, and what both treat alike shared; see
+        `variant.with_exclusions`."""
+        from mtplab.models.variant import with_exclusions
+
+        return with_exclusions(self, exclude, draft_exclude, model_format)
+
     def overflow_advice(self) -> str:
         """What to try where the arithmetic overflowed: the end of a sentence that says so. Names only settings that
         would change something."""
@@ -191,7 +203,7 @@ def load_configured(path: str | Path | Checkpoint, engine: EngineConfig, spec: S
     """`load_model` from validated settings, where the draft's weight format may differ from the target's."""
     checkpoint = path if isinstance(path, Checkpoint) else open_checkpoint(path)
     _check_exclusions(checkpoint, engine, spec)
-    plan = checkpoint.plan(**_plan_arguments(engine, spec))
+    plan = checkpoint.plan(**plan_arguments(engine, spec))
     config = parse_config(checkpoint.config, *_eos_override(checkpoint), checkpoint.files.folder / "config.json")
     where, stored = _device(engine.device), _dtype(config.dtype)
     compute = _dtype(engine.dtype) if engine.dtype else (torch.float32 if where.type == "cpu" else stored)
@@ -223,7 +235,7 @@ def _check_exclusions(checkpoint: Checkpoint, engine: EngineConfig, spec: SpecCo
         )
 
 
-def _plan_arguments(engine: EngineConfig, spec: SpecConfig) -> dict:
+def plan_arguments(engine: EngineConfig, spec: SpecConfig) -> dict:
     """The plan's arguments: one weight format, and exclusions that keep the other part out of it where they differ."""
     exclude, draft_exclude = engine.exclude, spec.exclude
     if engine.model_format and not spec.model_format:

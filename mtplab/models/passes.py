@@ -92,11 +92,18 @@ class PassMaker:
         self._dtype = dtype
 
     def make(
-        self, positions: Tensor, longest: int, exact: bool, valid: Tensor | None = None, key_length: int | None = None
+        self,
+        positions: Tensor,
+        longest: int,
+        exact: bool,
+        valid: Tensor | None = None,
+        key_length: int | None = None,
+        room: int | None = None,
     ) -> Pass:
         """A pass over tokens at `positions` [b, t] int64, the largest of which is `longest` − 1.
 
-        `key_length` overrides how many cache slots are read (compiled steps read whole buckets).
+        `key_length` overrides how many cache slots are read (compiled steps read whole buckets); `room` is how many
+        sequences the cache has storage for, where those are more than b (`KVCache.shrink`).
         """
         b, t = positions.shape
         length = key_length or min(padded_key_length(longest, exact), self.capacity)
@@ -107,9 +114,9 @@ class PassMaker:
             group = self.config.num_heads // self.config.num_kv_heads
             bias = attention_bias(positions, self._keys[:length], group, self._dtype)
         if not kernels:
-            if self._base is None or self._base.shape[1] != b:
-                self._base = slot_base(b, self.config.num_kv_heads, self.capacity, self.device)
-            slots = slot_index(positions, self._base)
+            if self._base is None or self._base.shape[1] != (room or b):
+                self._base = slot_base(room or b, self.config.num_kv_heads, self.capacity, self.device)
+            slots = slot_index(positions, self._base[:, :b])
         cos, sin = self._rotary[positions].unbind(2)
         return Pass(
             batch=b,

@@ -22,6 +22,8 @@ _WHERE = {
     "CheckpointPanel": "checkpoint_panel",
     "AuditPanel": "audit_panel",
     "GemmPanel": "gemm_panel",
+    "pareto": "exclusion_figures",
+    "sensitivity_bars": "exclusion_figures",
     "AdvisePanel": "advise_panel",
     "speedup_by_depth": "advise_figures",
     "best_depth_map": "advise_figures",

@@ -13,12 +13,12 @@ Reads rows, or dicts with the same fields; knows nothing of how they were made o
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-__all__ = ["change_error", "jackknife", "length_error", "prompt_counts", "student"]
+__all__ = ["change_error", "jackknife", "length_error", "prompt_counts", "student", "without_one"]
 
 Z = 1.959964  # of the normal distribution, two-sided 95 %
 # Student's t, two-sided 95 %, where the expansion below is not yet good to three digits
@@ -55,6 +55,13 @@ def jackknife(values: np.ndarray) -> float | None:
     return student(n - 1) * math.sqrt((n - 1) / n * float(((values - values.mean()) ** 2).sum()))
 
 
+def without_one(sums: Sequence[float] | np.ndarray, sizes: Sequence[float] | np.ndarray) -> np.ndarray:
+    """[n]: the ratio of two sums, Σ sums / Σ sizes, with each of the n prompts (or texts) left out in turn."""
+    sums, sizes = np.asarray(sums, dtype=float), np.asarray(sizes, dtype=float)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return (sums.sum() - sums) / (sizes.sum() - sizes)
+
+
 def prompt_counts(row: Any, domain: str | None = None) -> Counts | None:
     """(tokens, rounds), each float64 [prompts], of a row or of one of its domains; None where they were not kept."""
     parts = _get(row, "by_domain") or {}
@@ -69,7 +76,7 @@ def prompt_counts(row: Any, domain: str | None = None) -> Counts | None:
 def length_error(row: Any, domain: str | None = None) -> float | None:
     """The ± of a row's acceptance length, in tokens per round: half a 95 % interval; None where it cannot be told."""
     counts = prompt_counts(row, domain)
-    return None if counts is None else jackknife(_without_one(counts))
+    return None if counts is None else jackknife(without_one(*counts))
 
 
 def change_error(row: Any, other: Any) -> tuple[float, bool] | None:
@@ -81,17 +88,10 @@ def change_error(row: Any, other: Any) -> tuple[float, bool] | None:
     if mine is None or theirs is None:
         return None
     if _prompts(row) == _prompts(other):
-        error = jackknife(_without_one(mine) - _without_one(theirs))
+        error = jackknife(without_one(*mine) - without_one(*theirs))
         return None if error is None else (error, True)
-    errors = jackknife(_without_one(mine)), jackknife(_without_one(theirs))
+    errors = jackknife(without_one(*mine)), jackknife(without_one(*theirs))
     return None if None in errors else (math.hypot(*errors), False)
-
-
-def _without_one(counts: Counts) -> np.ndarray:
-    """[prompts]: the acceptance length over all prompts but one, each left out in turn."""
-    tokens, rounds = counts
-    with np.errstate(divide="ignore", invalid="ignore"):
-        return (tokens.sum() - tokens) / (rounds.sum() - rounds)
 
 
 def _prompts(row: Any) -> tuple[Any, ...]:

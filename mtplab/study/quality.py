@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 
 from mtplab.errors import ConfigError
-from mtplab.study.interval import jackknife
+from mtplab.study.interval import jackknife, without_one
 
-__all__ = ["Quality", "own_texts", "quality"]
+__all__ = ["Quality", "Reading", "own_texts", "quality", "read"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,8 +66,7 @@ class Quality:
         count = int(self.text.max(initial=-1)) + 1
         sums = np.bincount(self.text, self.kl, count)
         sizes = np.bincount(self.text, minlength=count)
-        with np.errstate(invalid="ignore", divide="ignore"):
-            return jackknife((sums.sum() - sums) / (sizes.sum() - sizes))
+        return jackknife(without_one(sums, sizes))
 
     def by_context(self, edges: Sequence[int]) -> list[dict[str, Any]]:
         """Means within ranges of positions: from, to, tokens, kl, top1_agreement, perplexity (None without tokens)."""
@@ -88,6 +87,28 @@ class Quality:
                 }
             )
         return found
+
+
+@dataclass(frozen=True, eq=False)
+class Reading:
+    """A model's logits over texts, kept: a reference that is read once for many variants."""
+
+    texts: list[list[int]]
+    parts: list[tuple[int, int, Any]]  # as `read_texts` yields them
+    config: Any
+
+
+def read(model: Any, texts: Sequence[Sequence[int]], exact: bool = False) -> Reading:
+    """The logits of a model without a quantised cache, for `quality`'s reference; tokens × vocabulary × 4 bytes.
+
+    Raises ConfigError for texts that are none.
+    """
+    from mtplab.decode.reading import read_texts
+    from mtplab.decode.settings import token_ids
+    from mtplab.quant.policy import resolve_policy
+
+    ids = token_ids(model, texts)
+    return Reading(ids, list(read_texts(model, ids, resolve_policy("none"), exact)), model.config)
 
 
 def own_texts(model: Any, prompts: Any, max_new_tokens: int = 128, seed: int = 0, **settings: Any) -> list[list[int]]:
@@ -116,7 +137,8 @@ def quality(
     """Read the texts with the model under a cache policy, and with the reference under none, and compare.
 
     Args:
-        model, reference: as `mtplab.load_model` gives them, of one vocabulary; None compares with nothing.
+        model, reference: as `mtplab.load_model` gives them, of one vocabulary; None compares with nothing. The
+            reference may be what `read` kept of one over the same texts.
         texts: lists of token ids, of at least two each.
         quant_policy: of the model's cache (its own default if None); the reference's cache is never quantised.
         skip: tokens at the beginning of each text that are read and not judged (a prompt), one number or one a text.
@@ -136,6 +158,8 @@ def quality(
             f"the reference has a vocabulary of {reference.config.vocab_size}, the model of {model.config.vocab_size}; "
             "expected the same model in higher precision"
         )
+    if isinstance(reference, Reading) and reference.texts != ids:
+        raise ConfigError(f"the reference has read {len(reference.texts)} other texts; read these with it")
     policy = model.policy("target") if quant_policy is None else resolve_policy(quant_policy)
     return _compare(model, ids, reference, policy, skips, exact)
 
@@ -150,7 +174,11 @@ def _compare(model, ids, reference, policy, skips, exact) -> Quality:
     weights = sum(int(np.prod(module.shape)) for module in model.plan.modules)
     columns: dict[str, list[np.ndarray]] = {name: [] for name in ("text", "position", "nll", "ref", "kl", "agrees")}
     with running_with(thread_count(None, weights, model.device)):
-        other = read_texts(reference, ids, resolve_policy("none"), exact) if reference is not None else None
+        other = None
+        if isinstance(reference, Reading):
+            other = iter(reference.parts)
+        elif reference is not None:
+            other = read_texts(reference, ids, resolve_policy("none"), exact)
         for index, start, logits in read_texts(model, ids, policy, exact):
             theirs = next(other)[2] if other is not None else None
             first = max(0, skips[index] - start)

@@ -7,7 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mtplab.checkpoint.audit import checks_draft, checks_files, checks_lists, checks_scales, checks_target
+from mtplab.checkpoint.audit import (
+    checks_draft,
+    checks_expected,
+    checks_files,
+    checks_lists,
+    checks_scales,
+    checks_target,
+)
 from mtplab.checkpoint.audit.compare import compare, values_findings
 from mtplab.checkpoint.audit.engines import engine_findings, engines_of
 from mtplab.checkpoint.audit.finding import SEVERITIES, Finding, at_least, ordered
@@ -24,8 +31,13 @@ if TYPE_CHECKING:
 __all__ = ["Audit", "examine"]
 
 _CHECKS = (
-    *checks_files.CHECKS, *checks_target.CHECKS, *checks_lists.CHECKS, *checks_scales.CHECKS, *checks_draft.CHECKS,
-)  # fmt: skip
+    *checks_files.CHECKS,
+    *checks_expected.CHECKS,
+    *checks_target.CHECKS,
+    *checks_lists.CHECKS,
+    *checks_scales.CHECKS,
+    *checks_draft.CHECKS,
+)
 
 
 @dataclass(frozen=True, repr=False)

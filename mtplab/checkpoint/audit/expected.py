@@ -1,0 +1,159 @@
+"""Which modules, of which shapes, a config.json asks for, for families whose layers are named and sized alike.
+
+Sources: transformers' modeling files of the model types named below (5.24.0), and the releases' own names. Knows sizes
+and names only; a family that is not here, or a config that leaves a size out, asks for nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+__all__ = ["expected_modules"]
+
+Shape = tuple[int, ...]
+Named = Iterator[tuple[str, Shape]]
+
+
+def expected_modules(text: dict[str, Any], heads: int) -> dict[str, Shape]:
+    """Module (normalised) → shape of its weight, as config.json's text part asks for; {} where it cannot be told.
+
+    `heads`: layers of the MTP head that are on disk.
+    """
+    family = _FAMILIES.get(str(text.get("model_type")))
+    if family is None:
+        return {}
+    try:
+        size = _Sizes(text)
+        return {"model.embed_tokens": (size.vocab_size, size.hidden_size)} | dict(family(size, heads))
+    except _Unsaid:
+        return {}
+
+
+class _Unsaid(Exception):
+    """A size that config.json does not give as a whole number."""
+
+
+class _Sizes:
+    """A config's sizes by name; asking for one that is not there raises _Unsaid."""
+
+    def __init__(self, text: dict[str, Any]) -> None:
+        self._text = text
+
+    def __getattr__(self, name: str) -> int:
+        value = self._text.get(name)
+        if type(value) is not int or not 0 < value < 1 << 24:
+            raise _Unsaid(name)
+        return value
+
+    def kinds(self, count: int) -> list[str]:
+        """`layer_types`, one a layer."""
+        given = self._text.get("layer_types")
+        if not isinstance(given, list) or len(given) != count:
+            raise _Unsaid("layer_types")
+        return [str(kind) for kind in given]
+
+    def flag(self, name: str) -> bool:
+        return self._text.get(name) is True
+
+    @property
+    def head(self) -> int:
+        return self.head_dim if "head_dim" in self._text else self.hidden_size // self.num_attention_heads
+
+
+def _attention(c: _Sizes, at: str, gated: bool = False) -> Named:
+    wide = c.num_attention_heads * c.head
+    yield f"{at}.q_proj", (wide * (2 if gated else 1), c.hidden_size)
+    for name in ("k_proj", "v_proj"):
+        yield f"{at}.{name}", (c.num_key_value_heads * c.head, c.hidden_size)
+    yield f"{at}.o_proj", (c.hidden_size, wide)
+
+
+def _mlp(at: str, hidden: int, inner: int) -> Named:
+    yield f"{at}.gate_proj", (inner, hidden)
+    yield f"{at}.up_proj", (inner, hidden)
+    yield f"{at}.down_proj", (hidden, inner)
+
+
+def _norms(c: _Sizes, at: str) -> Named:
+    for name in ("input_layernorm", "post_attention_layernorm"):
+        yield f"{at}.{name}", (c.hidden_size,)
+
+
+def _llama(c: _Sizes, heads: int) -> Named:
+    yield "model.norm", (c.hidden_size,)
+    for i in range(c.num_hidden_layers):
+        at = f"model.layers.{i}"
+        yield from _norms(c, at)
+        yield from _attention(c, f"{at}.self_attn")
+        yield from _mlp(f"{at}.mlp", c.hidden_size, c.intermediate_size)
+
+
+def _qwen3_5(c: _Sizes, heads: int) -> Named:
+    gated = c.flag("attn_output_gate") or "attn_output_gate" not in c._text
+    yield "model.norm", (c.hidden_size,)
+    for i, kind in enumerate(c.kinds(c.num_hidden_layers)):
+        at = f"model.layers.{i}"
+        yield from _norms(c, at)
+        yield from _mlp(f"{at}.mlp", c.hidden_size, c.intermediate_size)
+        if kind == "full_attention":
+            yield from _attention(c, f"{at}.self_attn", gated)
+            yield from _head_norms(c, f"{at}.self_attn")
+        elif kind == "linear_attention":
+            yield from _gated_delta(c, f"{at}.linear_attn")
+    if heads:
+        yield "mtp.fc", (c.hidden_size, 2 * c.hidden_size)
+        for name in ("norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden"):
+            yield f"mtp.{name}", (c.hidden_size,)
+    for i in range(heads):
+        yield from _norms(c, f"mtp.layers.{i}")
+        yield from _attention(c, f"mtp.layers.{i}.self_attn", gated)
+        yield from _head_norms(c, f"mtp.layers.{i}.self_attn")
+        yield from _mlp(f"mtp.layers.{i}.mlp", c.hidden_size, c.intermediate_size)
+
+
+def _head_norms(c: _Sizes, at: str) -> Named:
+    for name in ("q_norm", "k_norm"):
+        yield f"{at}.{name}", (c.head,)
+
+
+def _gated_delta(c: _Sizes, at: str) -> Named:
+    keys = c.linear_num_key_heads * c.linear_key_head_dim
+    values = c.linear_num_value_heads * c.linear_value_head_dim
+    yield f"{at}.in_proj_qkv", (2 * keys + values, c.hidden_size)
+    yield f"{at}.in_proj_z", (values, c.hidden_size)
+    for name in ("in_proj_a", "in_proj_b"):
+        yield f"{at}.{name}", (c.linear_num_value_heads, c.hidden_size)
+    yield f"{at}.out_proj", (c.hidden_size, values)
+    yield f"{at}.conv1d", (2 * keys + values, 1, c.linear_conv_kernel_dim)
+    yield f"{at}.norm", (c.linear_value_head_dim,)
+
+
+def _deepseek(c: _Sizes, heads: int) -> Named:
+    yield "model.norm", (c.hidden_size,)
+    rope, nope, nh = c.qk_rope_head_dim, c.qk_nope_head_dim, c.num_attention_heads
+    for i in range(c.num_hidden_layers + heads):
+        at = f"model.layers.{i}"
+        yield from _norms(c, at)
+        yield f"{at}.self_attn.q_a_proj", (c.q_lora_rank, c.hidden_size)
+        yield f"{at}.self_attn.q_a_layernorm", (c.q_lora_rank,)
+        yield f"{at}.self_attn.q_b_proj", (nh * (nope + rope), c.q_lora_rank)
+        yield f"{at}.self_attn.kv_a_proj_with_mqa", (c.kv_lora_rank + rope, c.hidden_size)
+        yield f"{at}.self_attn.kv_a_layernorm", (c.kv_lora_rank,)
+        yield f"{at}.self_attn.kv_b_proj", (nh * (nope + c.v_head_dim), c.kv_lora_rank)
+        yield f"{at}.self_attn.o_proj", (c.hidden_size, nh * c.v_head_dim)
+        if i >= c.num_hidden_layers:
+            yield f"{at}.eh_proj", (c.hidden_size, 2 * c.hidden_size)
+            yield f"{at}.enorm", (c.hidden_size,)
+            yield f"{at}.hnorm", (c.hidden_size,)
+
+
+_FAMILIES: dict[str, Callable[[_Sizes, int], Named]] = {
+    "llama": _llama,
+    "mistral": _llama,
+    "qwen2": _llama,
+    "qwen3": _llama,
+    "qwen3_5": _qwen3_5,
+    "qwen3_5_text": _qwen3_5,
+    "deepseek_v3": _deepseek,
+}

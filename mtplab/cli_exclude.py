@@ -1,0 +1,159 @@
+"""`mtplab exclude`: options into one search for exclusions, what it found into a table and a list for `quantize`.
+
+Knows nothing of how sets are measured or chosen.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from mtplab.cli_common import (
+    CheckpointPath,
+    Device,
+    Exact,
+    MaxNewTokens,
+    names,
+    note,
+    path_of,
+    print_json,
+    say,
+    step_bar,
+)
+from mtplab.errors import ConfigError
+
+__all__ = ["exclude"]
+
+_LINES = 20  # measurements between two lines of progress where there is no terminal
+
+
+def exclude(
+    path: CheckpointPath,
+    al_budget: Annotated[
+        str, typer.Option(metavar="SHARE", help="Of acceptance length that may be lost: 0.5% or 0.005.")
+    ] = "0.5%",
+    kl_budget: Annotated[
+        float, typer.Option(metavar="NATS", help="Per token, that the target may lie from BF16.")
+    ] = 0.01,
+    groups: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="HOW",
+            help="What is kept or quantised together: fused (what engines build as one), module, kind, layer, part, or "
+            "names and globs with commas between; what none covers is FP8 in every set.  [default: fused]",
+        ),
+    ] = None,
+    depth: Annotated[int, typer.Option(metavar="K", help="Draft tokens per round.")] = 3,
+    prompts: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="A .jsonl or .txt file, or a folder of .jsonl files; the bundled ones if left out.",
+            parser=path_of,
+        ),
+    ] = None,
+    limit: Annotated[
+        int,
+        typer.Option(
+            metavar="N", help="Prompts of each domain; the next N of each confirm what is found, where there are any."
+        ),
+    ] = 4,
+    max_new_tokens: MaxNewTokens = 32,
+    steps: Annotated[
+        int | None, typer.Option(metavar="N", help="Groups kept in BF16 at most along a path.  [default: all]")
+    ] = None,
+    seed: Annotated[int, typer.Option(metavar="N", help="Of the texts that KL is taken over.")] = 0,
+    quant_policy: Annotated[str, typer.Option(metavar="NAME", help="KV cache policy.")] = "none",
+    device: Device = "cpu",
+    exact: Exact = True,
+    results: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FOLDER", help="Where measurements are kept.  [default: results/<checkpoint>]", parser=path_of
+        ),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")] = False,
+) -> None:
+    """Find which modules must stay BF16: each one's cost in FP8, and the smallest list that keeps a budget.
+
+    PATH is a BF16 checkpoint with an MTP head. Cost is the target's KL from BF16 and the change of acceptance length,
+    with 95 % intervals over prompts; what lies within chance is in parentheses. Every measurement is kept: interrupt,
+    run the same line again, and only what is missing is computed.
+
+    \b
+    Examples:
+      mtplab exclude data/tiny-qwen3_5
+      mtplab exclude data/tiny-qwen3_5 --al-budget 1% --kl-budget 0.004 --groups kind
+      mtplab exclude data/tiny-qwen3_5 --groups "mtp.fc,*.out_proj,*.o_proj" --limit 2 --json
+    """
+    from mtplab.study.exclusion_meter import ExclusionMeter
+    from mtplab.study.exclusion_search import search_exclusions
+    from mtplab.study.prompts import load_prompts
+
+    share = _share(al_budget)
+    every = load_prompts(prompts)
+    mine = every.narrowed(limit=limit)
+    others = [prompt for prompt in every.narrowed(limit=2 * limit).prompts if prompt not in mine.prompts]
+    asked = names("--groups", groups or ["fused"])
+    meter = ExclusionMeter(
+        path,
+        groups=asked[0] if len(asked) == 1 else asked,
+        prompts=mine,
+        depth=depth,
+        max_new_tokens=max_new_tokens,
+        seed=seed,
+        quant_policy=quant_policy,
+        device=device,
+        exact=exact,
+        results=results if results is not None else Path("results") / path.resolve().name,
+    )
+    with _progress(path.name) as progress:
+        found = search_exclusions(
+            meter,
+            share,
+            kl_budget,
+            steps=steps,
+            confirm=meter.over(others, seed + 1) if others else None,
+            progress=progress,
+        )
+    if as_json:
+        print_json(found.to_dict())
+        return
+    say(found.sensitivity)
+    say()
+    say(found.sentence())
+    if found.exclude is not None:
+        say()
+        say(f"mtplab quantize {shlex.quote(str(path))} OUT --exclude {shlex.quote(','.join(found.exclude))}")
+
+
+def _share(text: str) -> float:
+    plain = text.strip()
+    if not re.fullmatch(r"[0-9]{1,3}(\.[0-9]{1,9})?%?|0?\.[0-9]{1,9}", plain):
+        raise ConfigError(f"--al-budget {text!r}: expected a share such as 0.5% or 0.005")
+    return float(plain[:-1]) / 100 if plain.endswith("%") else float(plain)
+
+
+@contextmanager
+def _progress(what: str) -> Iterator[Callable[[int, int | None, str], None]]:
+    """A bar on a terminal, a line now and then elsewhere."""
+    with step_bar(None, what, "set") as bar:
+        told = 0
+
+        def show(done: int, total: int | None, next_one: str) -> None:
+            nonlocal told
+            bar.total = total
+            bar.update(max(0, done - bar.n))
+            bar.set_postfix_str(next_one[-48:])
+            if not sys.stderr.isatty() and done >= told + _LINES:
+                told = done
+                note(f"{what}: {done}{'' if total is None else f' of {total}'} sets measured")
+
+        yield show

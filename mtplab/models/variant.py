@@ -1,0 +1,75 @@
+"""The same model with other modules kept out of FP8, without loading it again.
+
+What the two plans treat alike is shared, tensors and all; only the packed linear layers that hold a module treated
+otherwise are built anew from the checkpoint. Knows nothing of why a module is to be treated otherwise.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from mtplab.config import EngineConfig, SpecConfig
+from mtplab.models.layers import MLP, Attention
+from mtplab.models.model import Model, plan_arguments
+from mtplab.models.parameters import Parameters
+from mtplab.models.qwen3_5 import DecoderLayer
+from mtplab.quant.linear import PackedLinear
+
+__all__ = ["with_exclusions"]
+
+
+def with_exclusions(model: Model, exclude: Any, draft_exclude: Any = None, model_format: str | None = None) -> Model:
+    """`model` as `load_model` would give it with these exclusions; arguments as there, `draft_exclude` None is
+    `exclude`, `model_format` None the model's own.
+
+    The two share every weight that both plans treat alike, and neither may be changed. Raises ConfigError for a pattern
+    that covers no module, CheckpointError for a tensor that cannot be quantised.
+    """
+    chosen = model.engine.model_format if model_format is None else model_format
+    engine = EngineConfig.of(**model.engine.model_dump() | {"exclude": exclude, "model_format": chosen})
+    own = exclude if draft_exclude is None else draft_exclude
+    spec = SpecConfig.of(**model.spec.model_dump() | {"exclude": own, "model_format": chosen})
+    plan = model.checkpoint.plan(**plan_arguments(engine, spec))
+    swap = _Swap(model, Parameters(model.checkpoint, plan, model.dtype, model.device, engine.activation_rounding))
+    with torch.inference_mode():
+        target = replace(
+            model.target, layers=[_layer(each, swap) for each in model.target.layers], head=swap(model.target.head)
+        )
+        draft = model.draft
+        if draft is not None:
+            draft = replace(draft, fc=swap(draft.fc), layer=_layer(draft.layer, swap))
+    return replace(model, plan=plan, target=target, draft=draft, engine=engine, spec=spec)
+
+
+class _Swap:
+    """A packed layer as the new plan has it: the same object where that changes none of its members."""
+
+    def __init__(self, model: Model, parameters: Parameters) -> None:
+        self._before, self._after, self._parameters = model.plan.by_name, parameters.plan.by_name, parameters
+
+    def __call__(self, packed: PackedLinear) -> PackedLinear:
+        # a head tied to the embedding is no module of its own
+        named = all(name in self._after for name in packed.names)
+        if not named or all(_treatment(self._before[n]) == _treatment(self._after[n]) for n in packed.names):
+            return packed
+        shapes = [self._after[name].shape for name in packed.names]
+        members = [(name, shape[0]) for name, shape in zip(packed.names, shapes, strict=True)]
+        return self._parameters.linear(members, shapes[0][1])
+
+
+def _treatment(module: Any) -> tuple[Any, ...]:
+    return module.weight, module.activation, module.scale, module.block, module.activation_group, module.input_scale
+
+
+def _layer(layer: DecoderLayer, swap: _Swap) -> DecoderLayer:
+    mixer = copy.copy(layer.mixer)
+    if isinstance(mixer, Attention):
+        mixer.qkv = swap(mixer.qkv)
+    else:
+        mixer.inputs = swap(mixer.inputs)
+    mixer.out = swap(mixer.out)
+    return replace(layer, mixer=mixer, mlp=MLP(swap(layer.mlp.gate_up), swap(layer.mlp.down)))

@@ -1,0 +1,122 @@
+"""Which linear modules are quantised or kept together: the units of a search for exclusions.
+
+By default what engines build as one (q, k and v; gate and up), since a list that keeps only a part of it is refused or
+misread by some. Knows plans, names and bytes; nothing of models or measurements.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+from mtplab.checkpoint.names import nearest, normalised
+from mtplab.errors import CheckpointError, ConfigError
+
+__all__ = ["GROUPINGS", "ModuleGroup", "module_groups", "never_fp8"]
+
+GROUPINGS = ("fused", "module", "kind", "layer", "part")
+
+# what vLLM, SGLang and TensorRT-LLM build as one module of Qwen3.5 and its like
+_FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("in_proj_qkv", "in_proj_z"),
+          ("in_proj_b", "in_proj_a"))  # fmt: skip
+# what engines build in BF16 whatever a list says, by the end of its name: the vocabulary head, routers and gates
+_NEVER = ("lm_head", "mlp.gate", "shared_expert_gate")
+_FAMILY = {name: family for family in _FUSED for name in family}
+_EXPERT = re.compile(r"\bexperts\.[0-9]+\b")
+_LAYER = re.compile(r"(.*?\blayers\.)([0-9]+)\.")
+
+
+@dataclass(frozen=True)
+class ModuleGroup:
+    """Linear modules of one part ("target" or "draft") by their names on disk; `nbytes` is what FP8 saves on them."""
+
+    name: str
+    part: str
+    modules: tuple[str, ...]
+    nbytes: int
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def module_groups(checkpoint: Any, grouping: str | Sequence[str] = "fused") -> list[ModuleGroup]:
+    """Every linear module that can be FP8, grouped, in the plan's order.
+
+    Args:
+        checkpoint: an open BF16 checkpoint.
+        grouping: "fused" (what engines build as one, a layer's experts together), "module" (each by itself), "kind"
+            (one projection over all layers), "layer", "part" (the target's, the draft's), or a list of names and
+            globs: a group each, and a module that none covers is FP8 in every set.
+
+    A vocabulary head and routers, which engines build in BF16 whatever a list says, are in no group but one that
+    names them, and BF16 in every set. Raises CheckpointError for a checkpoint that is quantised,
+    ConfigError for an unknown grouping, a glob that covers nothing and two that cover the same module.
+    """
+    if checkpoint.quantization is not None:
+        raise CheckpointError(
+            f"{checkpoint.path}: expected a BF16 checkpoint, found quant_method {checkpoint.quantization.method!r}: "
+            "what FP8 lost cannot be brought back by keeping a module out of it. Give the checkpoint that this one "
+            "was made from."
+        )
+    stored = checkpoint.plan().by_name
+    plan = checkpoint.plan(exclude="none", model_format="fp8")
+    saved = {m.name: stored[m.name].loaded_nbytes - m.loaded_nbytes for m in plan.modules if m.weight == "fp8"}
+    parts = {m.name: "draft" if m.part == "draft" else "target" for m in plan.modules}
+    if not saved:
+        raise CheckpointError(f"{checkpoint.path}: expected linear weights that FP8 could hold, found none.")
+    found: dict[tuple[str, str], list[str]] = {}
+    for module, name in _named(list(saved), grouping):
+        found.setdefault((parts[module], name), []).append(module)
+    return [
+        ModuleGroup(name if len(modules) > 1 else modules[0], part, tuple(modules), sum(map(saved.get, modules)))
+        for (part, name), modules in found.items()
+    ]
+
+
+def never_fp8(module: str) -> bool:
+    """Whether engines build a module in BF16 whatever a list says."""
+    return module.endswith(tuple(f".{end}" for end in _NEVER)) or module in _NEVER
+
+
+def _named(modules: list[str], grouping: str | Sequence[str]) -> list[tuple[str, str]]:
+    """(module, its group's name)."""
+    if isinstance(grouping, str) and grouping in GROUPINGS:
+        name_of = {"fused": _fused, "module": str, "kind": _kind, "layer": _layer, "part": lambda module: "*"}[grouping]
+        return [(module, name_of(module)) for module in modules if not never_fp8(module)]
+    globs = [grouping] if isinstance(grouping, str) else list(grouping) if isinstance(grouping, Sequence) else []
+    if not globs or not all(isinstance(glob, str) and glob for glob in globs):
+        raise ConfigError(f"groups is {grouping!r:.60}; expected one of {', '.join(GROUPINGS)}, or names and globs")
+    found = []
+    for glob in dict.fromkeys(globs):
+        hits = [module for module in modules if fnmatchcase(normalised(module), normalised(glob))]
+        if not hits:
+            near = nearest(glob, modules)
+            words = f"Nearest: {', '.join(near)}." if near else f"Or one of {', '.join(GROUPINGS)}."
+            raise ConfigError(f"groups: {glob!r} covers no linear module of the checkpoint. {words}")
+        found += [(module, glob) for module in hits]
+    taken: dict[str, str] = {}
+    for module, glob in found:
+        if taken.setdefault(module, glob) != glob:
+            raise ConfigError(f"groups: {taken[module]!r} and {glob!r} both cover {module}; expected each module once")
+    return found
+
+
+def _fused(module: str) -> str:
+    expert = _EXPERT.search(module)
+    if expert:
+        return f"{module[: expert.start()]}experts.*"
+    at, _, last = module.rpartition(".")
+    return f"{at}.{'+'.join(_FAMILY[last])}" if last in _FAMILY else module
+
+
+def _kind(module: str) -> str:
+    found = _LAYER.match(module)
+    return _EXPERT.sub("experts.*", f"{found[1]}*.{module[found.end() :]}") if found else module
+
+
+def _layer(module: str) -> str:
+    found = _LAYER.match(module)
+    return f"{found[0]}*" if found else module

@@ -1,0 +1,166 @@
+"""How much each module minds FP8: alone in it, and alone kept out of it.
+
+Alone says what a module costs by itself, out of it what keeping it would bring back. For the target's KL one more
+question can be answered from the first kind alone: a small change of the logits costs KL in its square, and errors of
+different modules that have nothing to do with each other add up in the mean; then the KL of any set is the sum over
+its quantised modules. Whether that holds is measured (`Additivity`), and where it does not, no estimate is given. For
+acceptance, which counts whole tokens, there is no such sum.
+
+Knows nothing of which sets are best.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from mtplab.study.exclusion_meter import Change, ExclusionMeter, Measured, kl_change, length_change
+from mtplab.study.interval import jackknife, without_one
+from mtplab.study.module_groups import ModuleGroup
+
+__all__ = ["Additivity", "Sensitivity", "SensitivityRow", "sensitivity"]
+
+# a sum farther off than this from what was measured is no estimate of it
+_FACTOR = 1.5
+
+
+@dataclass(frozen=True)
+class SensitivityRow:
+    """One group of modules. `kl` and `length` are alone in FP8 against BF16, `kl_back` and `length_back` all in FP8
+    but this against all in FP8: KL in nats per token (lower is better), acceptance length in tokens per round."""
+
+    group: ModuleGroup
+    kl: Change
+    length: Change
+    kl_back: Change
+    length_back: Change
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON can hold it."""
+        changes = {"kl": self.kl, "length": self.length, "kl_back": self.kl_back, "length_back": self.length_back}
+        return {
+            "group": self.group.name,
+            "part": self.group.part,
+            "modules": list(self.group.modules),
+            "bytes_saved": self.group.nbytes,
+        } | {
+            f"{name}{end}": value
+            for name, change in changes.items()
+            for end, value in (
+                ("", change.value), ("_error", change.error), ("_within_chance", change.within_chance)
+            )
+        }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Additivity:
+    """The sum of the groups' own KL against the KL of all of them together: `ratio` ± `error` over texts, which is 1
+    where errors simply add up."""
+
+    summed: float
+    measured: float
+    ratio: float
+    error: float | None
+
+    @property
+    def holds(self) -> bool:
+        """Whether the whole interval lies within a factor of 1.5 of the measurement."""
+        low, high = (self.ratio - (self.error or 0.0), self.ratio + (self.error or 0.0))
+        return self.error is not None and low >= 1 / _FACTOR and high <= _FACTOR
+
+    def __str__(self) -> str:
+        error = "" if self.error is None else f" ± {self.error:.2f}"
+        verdict = "a set's KL is estimated so" if self.holds else "too far from 1 to estimate a set's KL so"
+        return (
+            f"KL of all groups in FP8 {self.measured:.3g}, sum of each alone {self.summed:.3g}: "
+            f"{self.ratio:.2f}{error} times, {verdict}"
+        )
+
+
+@dataclass(frozen=True)
+class Sensitivity:
+    """Every group's row, in the plan's order, and how far KL adds up."""
+
+    rows: tuple[SensitivityRow, ...]
+    additivity: Additivity | None  # None where the target has no group, or FP8 costs it nothing
+    depth: int
+
+    def estimated_kl(self, excluded: Iterable[ModuleGroup]) -> float | None:
+        """KL of the set that keeps these groups and quantises the others; None where sums are no estimate."""
+        if self.additivity is None or not self.additivity.holds:
+            return None
+        kept = set(excluded)
+        return sum(row.kl.value for row in self.rows if row.group not in kept)
+
+    def to_records(self) -> list[dict[str, Any]]:
+        """A dict for each row."""
+        return [row.to_dict() for row in self.rows]
+
+    def __str__(self) -> str:
+        width = max(len(row.group.name) for row in self.rows)
+        titles = (f"{'KL alone':>20}", f"{'KL back':>20}", f"{'AL alone':>16}", f"{'AL back':>16}")
+        lines = [f"{'':{width}}  {'bytes saved':>11}  {'  '.join(titles)}"]
+        for row in self.rows:
+            kl = (f"{_shown(change, 1e3, 3):>20}" for change in (row.kl, row.kl_back))
+            length = (f"{_shown(change, 1, 3):>16}" for change in (row.length, row.length_back))
+            lines.append(f"{row.group.name:{width}}  {row.group.nbytes:11,}  {'  '.join((*kl, *length))}")
+        lines.append(
+            "KL in millinats per token; AL in tokens per round at depth "
+            f"{self.depth}. Alone: in FP8, all else BF16, against BF16. Back: kept in BF16, all else FP8, against all "
+            "FP8. ± half a 95 % interval, prompt by prompt; what lies within it of 0 is in parentheses."
+        )
+        if self.additivity is not None:
+            lines.append(f"{self.additivity}.")
+        return "\n".join(lines)
+
+
+def sensitivity(meter: ExclusionMeter, progress: Callable[[int, int, str], None] | None = None) -> Sensitivity:
+    """Measure every group alone in FP8 and alone in BF16: two measurements each, and three for all.
+
+    `progress` is told (measured so far, of how many, what is next). Raises Cancelled; what was measured is kept.
+    """
+    tasks = 2 * len(meter.groups) + 2
+    say = progress or (lambda done, total, what: None)
+    say(0, tasks, "all in BF16")
+    reference = meter.bf16
+    say(1, tasks, "all in FP8")
+    quantised = meter.all_fp8
+    rows, alone = [], []
+    for at, group in enumerate(meter.groups):
+        say(2 + 2 * at, tasks, f"{group.name} alone in FP8")
+        alone.append(meter.alone(group))
+        say(3 + 2 * at, tasks, f"all but {group.name} in FP8")
+        back = meter.measure((group,))
+        rows.append(
+            SensitivityRow(
+                group,
+                kl_change(alone[-1], reference),
+                length_change(alone[-1], reference),
+                kl_change(back, quantised),
+                length_change(back, quantised),
+            )
+        )
+    say(tasks, tasks, "")
+    return Sensitivity(tuple(rows), _additivity(meter, alone, quantised), meter.depth)
+
+
+def _additivity(meter: ExclusionMeter, alone: list[Measured], together: Measured) -> Additivity | None:
+    covered = {name for group in meter.groups for name in group.modules}
+    targets = [found for found, group in zip(alone, meter.groups, strict=True) if group.part == "target"]
+    if not targets or together.mean_kl.value == 0 or covered | meter.fixed != set(meter.modules):
+        return None
+    sums = np.sum([found.kl for found in targets], 0)
+    ratios = without_one(sums, together.judged) / without_one(together.kl, together.judged)
+    summed = float(sums.sum() / sum(together.judged))
+    return Additivity(summed, together.mean_kl.value, summed / together.mean_kl.value, jackknife(ratios))
+
+
+def _shown(change: Change, scale: float, digits: int) -> str:
+    if change.value == 0 and not change.error:
+        return "0"
+    error = "" if change.error is None else f" ± {change.error * scale:.{digits}f}"
+    text = f"{change.value * scale:+.{digits}f}{error}"
+    return f"({text})" if change.within_chance else text

@@ -19,33 +19,33 @@ DATA = CHECKPOINTS.parents[1] / "data"
 # Kinds by severity's first letter, those that only values show behind a bar. The writers' models are random: their
 # norms lie about 1 whatever the family, and one fusion is as it was drawn. Each was looked at and is true of its file:
 # matrices of 96 to 160 rows do not split into whole blocks of 128 or 32 over ranks; per-tensor scales of q, k and v
-# differ; transformers leaves what is no multiple of 128 in BF16 with uninitialised scales beside it, and drops
-# mtp_num_hidden_layers from the config.
+# differ; some engines do not know a method or refuse its config; transformers leaves what is no multiple of 128 in BF16
+# with uninitialised scales beside it, and drops mtp_num_hidden_layers from the config.
 REAL: dict[str, str] = {
     "ar-fp8-block-fp8-ragged": "n:tensor-parallel",
-    "ar-fp8-static-autoround": "",
-    "ct-fp8-block-ragged": "n:tensor-parallel",
-    "ct-fp8-channel-dynamic": "",
-    "ct-fp8-mixed-groups": "| n:fused-scales",
+    "ar-fp8-static-autoround": "w:engine-refuses n:engine-unread",
+    "ct-fp8-block-ragged": "n:engine-unread n:tensor-parallel",
+    "ct-fp8-channel-dynamic": "n:engine-unread",
+    "ct-fp8-mixed-groups": "n:engine-unread | n:fused-scales",
     "ct-nvfp4-reject": "e:not-read",
     "derived-hf_quant_config-only": "n:engine-unread n:kv-scales | n:fused-scales",
-    "derived-int8-viewed-fp8": "w:bytes-as-integers",
+    "derived-int8-viewed-fp8": "w:bytes-as-integers n:engine-unread",
     "ds-ue8m0-e8m0dtype": "n:e8m0-scales n:tensor-parallel",
     "ds-v3-ragged-mtp": "n:engine-lossy n:tensor-parallel | w:random-head",
-    "hand-fbgemm_fp8": "",
-    "hand-fnuz": "w:fnuz",
+    "hand-fbgemm_fp8": "n:engine-unread",
+    "hand-fnuz": "w:fnuz n:engine-unread",
     "hf-qwen3_5-dense-mtpfc-fp8": "w:unused-layers n:tensor-parallel | e:norm-convention",
-    "llmc-fp8-static-kv": "n:kv-scales | n:fused-scales",
-    "mo-fp8-pb-wo-ragged": "n:engine-unread n:tensor-parallel",
+    "llmc-fp8-static-kv": "w:engine-refuses n:engine-unread n:kv-scales | n:fused-scales",
+    "mo-fp8-pb-wo-ragged": "w:engine-refuses n:engine-unread n:tensor-parallel",
     "mo-fp8-tensor-kv": "n:engine-unread n:kv-scales | n:fused-scales",
     "quark-fp8-custom-fp8": "| n:fused-scales",
-    "quark-fp8-tensor-kv": "n:kv-scales | n:fused-scales",
+    "quark-fp8-tensor-kv": "n:engine-unread n:kv-scales | n:fused-scales",
     "tf-fp8-llama160-pertensor-static": "| n:fused-scales",
     "tf-fp8-llama160-ragged": "w:junk-scale w:nothing-quantised",
-    "tf-fp8-llama64-b32-sharded": "n:tensor-parallel",
+    "tf-fp8-llama64-b32-sharded": "w:engine-refuses n:tensor-parallel",
     "tf-fp8-qwen3_5-b128": "w:junk-scale w:untileable w:fused-split w:engine-silent n:engine-lossy n:tensor-parallel "
                            "| e:norm-convention",
-    "torchao-fp8-wo": "",
+    "torchao-fp8-wo": "n:engine-unread",
 }  # fmt: skip
 
 
@@ -82,7 +82,7 @@ def test_lists_as_they_were_published(tmp_path: Path) -> None:
     assert {"model.layers.0.linear_attn.A_log", "mtp.layers.0.mlp.gate", "model.layers.3.self_attn.q_norm"} <= set(kept)
     made.quantization["modules_to_not_convert"] = kept  # type: ignore[index]
     assert kinds(open_checkpoint(made.write(tmp_path / "x")).audit()) == kinds(open_checkpoint(
-        make("qwen3-next").write(tmp_path / "y")).audit()) == {"n:tensor-parallel"}  # fmt: skip
+        make("qwen3-next").write(tmp_path / "y")).audit()) == {"w:engine-refuses", "n:tensor-parallel"}  # fmt: skip
     made = make("mimo-v2")
     made.quantization["modules_to_not_convert"] = ["gate", "eh_proj", "lm_head", "embed_tokens"]  # type: ignore[index]
     assert not open_checkpoint(made.write(tmp_path / "z")).audit().at_least("error")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import base64
 import inspect
 import io
+import json
 import re
 import subprocess
 import sys
@@ -16,14 +17,18 @@ from types import SimpleNamespace
 
 import ipywidgets as widgets
 import pytest
+import torch
 from PIL import Image
 
 from mtplab.errors import ConfigError
+from mtplab.report.audit_panel import EDIT, NOTHING, OWN, WRITE, AuditPanel
 from mtplab.report.checkpoint_panel import CheckpointPanel
 from mtplab.report.panels import Panel
 from mtplab.report.sweep_panel import SweepPanel, module_globs
 from mtplab.study import sweep
 from mtplab.study.prompts import Prompt, PromptSet
+from tests.audit_checkpoints import make
+from tests.checkpoint_builders import CHECKPOINTS, qwen_fp8, qwen_tensors, write_checkpoint
 from tests.report_fakes import FakeSweep, module, plan
 
 PATIENCE = 60  # seconds before a test gives up; nothing waits for them when it works
@@ -323,3 +328,50 @@ def test_globs_stand_for_a_kind_over_all_layers():
     assert module_globs(SimpleNamespace(modules=())) == []
     experts = [module(f"model.layers.{n}.mlp.experts.{e}.up_proj") for n in range(2) for e in range(400)]
     assert module_globs(SimpleNamespace(modules=experts)) == ["*.mlp.experts.*.up_proj"]
+
+
+# the audit panel
+
+
+def test_audit_panel_shows_what_is_not_read():
+    panel = AuditPanel(CHECKPOINTS / "ct-nvfp4-reject" / "ckpt")
+    assert panel.state == "done" and "not-read" in panel.findings.value and "in all" in panel.table.value
+
+
+def test_audit_panel_shows_a_checkpoint_with_errors(tmp_path):
+    made = make("qwen3.5")
+    made.drop("mtp.layers.0.self_attn.q_proj.weight_scale_inv")
+    panel = AuditPanel(made.write(tmp_path / "x"))
+    assert panel.state == "done" and "missing-scale" in panel.findings.value
+    panel._widgets["what"].value = WRITE
+    assert panel.state == "failed" and "scale" in panel.status.value
+    panel._widgets["what"].value = EDIT
+    assert panel.state == "done"
+    made.quantization = None
+    panel = AuditPanel(made.write(tmp_path / "y"))
+    assert panel.state == "done" and "unexplained-fp8" in panel.findings.value
+
+
+def test_audit_panel_writes_everything_in_fp8_under_an_empty_list(bundled_fp8):
+    panel = AuditPanel(bundled_fp8)
+    before = panel.result.bytes_by_part["target"]
+    panel._widgets["what"].value = WRITE
+    assert panel.result.bytes_by_part["target"] == before
+    panel._widgets["exclude"].value = NOTHING
+    linears = [module.weight for module in panel.result.modules if module.kind == "linear"]
+    assert panel.state == "done" and linears and set(linears) == {"fp8"}
+    panel._widgets["modules"].value = ("mtp.layers.0.mlp.down_proj",)
+    panel._widgets["exclude"].value = OWN
+    kept = next(m for m in panel.result.modules if m.name == "mtp.layers.0.mlp.down_proj")
+    assert panel.state == "done" and kept.stored == "BF16"
+
+
+def test_audit_panel_counts_every_kind_of_fp8(tmp_path):
+    tensors = qwen_tensors()
+    for name, tensor in tensors.items():
+        if tensor.dtype is torch.float8_e4m3fn:
+            tensors[name] = tensor.float().to(torch.float8_e5m2)
+    quantization = json.loads((qwen_fp8(tmp_path / "x") / "config.json").read_text())["quantization_config"]
+    folder = write_checkpoint(tmp_path / "y", tensors, {**quantization, "fmt": "e5m2"})
+    both = [AuditPanel(path).table.value for path in (tmp_path / "x", folder)]
+    assert both[0] == both[1] and "draft" in both[0]

@@ -7,9 +7,8 @@ import pytest
 import torch
 
 from mtplab.checkpoint import open_checkpoint, write_safetensors
-from mtplab.checkpoint.audit.engines import views_of
 from mtplab.checkpoint.convert import quantize_checkpoint
-from mtplab.checkpoint.lenses import look
+from mtplab.checkpoint.lenses import look, views_of
 
 
 @pytest.fixture(scope="module")
@@ -116,4 +115,6 @@ def test_an_audit_of_values_finds_nothing(
 ) -> None:
     quantize_checkpoint(bundled, tmp_path / "dst", format=format, layout=layout, scales=scales)
     audit = open_checkpoint(tmp_path / "dst").audit(deep=True, source=bundled)
-    assert audit.at_least("warning") == [] and audit.deep
+    # SGLang's ModelOpt class reads no blocks
+    expected = ["engine-refuses"] if layout == "modelopt" else []
+    assert [finding.kind for finding in audit.at_least("warning")] == expected and audit.deep

@@ -184,7 +184,7 @@ def test_break_even_at_another_batch_has_a_chart_of_its_own():
 
 def test_break_even_without_plain_decoding_says_so():
     for study in ([], timed(depths=(1, 2))):
-        assert "no timed rows with and without drafts" in break_even(study).alt
+        assert "no timed rows with and without drafts; sweep with method='run'" in break_even(study).alt
 
 
 def test_map_colours_every_module_by_its_dtype_and_writes_the_bits():

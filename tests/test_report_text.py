@@ -142,6 +142,14 @@ def test_conclusion_weighs_tokens_against_time():
     assert "0" not in fast and f"Here depth {' or '.join(fast)} pays most." in cheap
 
 
+def test_conclusion_of_traces_speaks_of_no_time():
+    ran = rows(depths=range(9), excludes=("published",))
+    traced = [r.model_copy(update={"method": "trace", "seconds": None, "tokens_per_second": None}) for r in ran]
+    said = repr(Conclusion(traced))
+    assert "a round at depth 8 gives" in said
+    assert not any(word in said for word in ("takes", "tokens per second", "pays", "busy"))
+
+
 def test_conclusion_weighs_another_batch_with_the_same_acceptance():
     study = timed(rows(depths=range(5), excludes=("published",)))
     alone = [r.model_copy(update={"n_prompts": 1}) for r in timed(rows(depths=range(5), excludes=("published",)), 0.1)]

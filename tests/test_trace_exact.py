@@ -120,11 +120,10 @@ def test_with_kernels_interpreted(bundled, monkeypatch, policy):
     """A draft that kernels read for: the caches hold codes only, and are copied as such."""
     monkeypatch.setenv("MTPLAB_KERNELS", "triton")
     model = mtplab.load_model(bundled)
-    settings = {"quant_policy": policy, "max_new_tokens": 8}
+    settings = {"quant_policy": policy, "max_new_tokens": 6}
     found = trace(model, PROMPTS[1:3], max_depth=2, **settings)
-    for depth in (1, 2):
-        run = mtplab.generate(model, PROMPTS[1:3], depth=depth, **settings)
-        assert run.tokens == found.outputs and run.per_prompt == found.acceptance().per_prompt(depth)
+    run = mtplab.generate(model, PROMPTS[1:3], depth=2, **settings)
+    assert run.tokens == found.outputs and run.per_prompt == found.acceptance().per_prompt(2)
     monkeypatch.setenv("MTPLAB_KERNELS", "reference")
     again = trace(mtplab.load_model(bundled), PROMPTS[1:3], max_depth=2, **settings)
     assert (again.hits == found.hits).all() and found.hits.any() and not found.hits.all()

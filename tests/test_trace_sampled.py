@@ -161,8 +161,8 @@ def test_traced_outputs_are_what_runs_give(model, drafts, cut):
 
 @pytest.mark.slow
 def test_many_traced_outputs_are_what_many_runs_give(model):
-    right, wrong = apart(model, "sampled", 500, 12, (2, 4), temperature=0.8, top_k=50, top_p=0.95)
-    assert right <= 3 and wrong > 10
+    right, wrong = apart(model, "sampled", 400, 12, (2, 4), temperature=0.8, top_k=50, top_p=0.95)
+    assert right <= 3 and wrong > 6
 
 
 class Plain:

@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import contextlib
 import threading
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
 import ipywidgets as widgets
 
 from mtplab.checkpoint.audit import Audit, rewritten
-from mtplab.checkpoint.audit.engines import views_of
 from mtplab.checkpoint.audit.html import engines_html, findings_html
-from mtplab.checkpoint.lenses import recommended_exclusions
+from mtplab.checkpoint.audit.sizes import part_shown
+from mtplab.checkpoint.lenses import recommended_exclusions, views_of
 from mtplab.errors import MtplabError
 from mtplab.report.maps import checkpoint_map
 from mtplab.report.panels import Panel, Progress
@@ -50,20 +51,28 @@ class AuditPanel(Panel):
         if not callable(getattr(checkpoint, "audit", None)):
             from mtplab.checkpoint import open_checkpoint
 
-            checkpoint = open_checkpoint(checkpoint)
+            checkpoint = open_checkpoint(checkpoint, lenient=True)
         self.checkpoint = checkpoint
-        self._globs = module_globs(checkpoint.plan())
+        self._globs = module_globs(checkpoint.look())
         self.findings = widgets.HTML()
         super().__init__()
         for widget in self._widgets.values():
             widget.observe(lambda _: self._follow(), names="value")
         self._follow()
 
+    def _suppositions(self) -> tuple[str, ...]:
+        """Nothing is written of a quantisation that is not read, and a plain checkpoint has no list to edit."""
+        ckpt = self.checkpoint
+        if ckpt.refused is not None:
+            return (EDIT,)
+        sound = not any(problem.severity == "error" for problem in ckpt.problems)
+        return (WRITE,) if ckpt.quantization is None and sound else (EDIT, WRITE)
+
     def inputs(self) -> dict[str, widgets.Widget]:
-        listed = self.checkpoint.quantization is not None
+        """The widgets that choose: what is supposed, under which list, of which modules."""
         return {
             "what": widgets.ToggleButtons(
-                options=(EDIT, WRITE) if listed else (WRITE,), description="Suppose", style=_LABEL
+                options=self._suppositions(), description="Suppose", style=_LABEL
             ),
             "exclude": widgets.Dropdown(
                 options=(AS_IS, NOTHING, RECOMMENDED, OWN),
@@ -81,14 +90,17 @@ class AuditPanel(Panel):
         }
 
     def layout(self) -> widgets.Widget:
+        """Choices above, then sizes, engines and findings, then the map."""
         head = widgets.HTML(f"<b>{escape(self.title)}</b>")
         return widgets.VBox([head, *self._widgets.values(), self.actions(), self.table, self.findings, self.figure])
 
     def work(self, config: Mapping[str, Any], progress: Progress, cancel: threading.Event) -> Audit:
+        """The audit under the choice. Raises MtplabError where the checkpoint allows no such choice."""
         choice, ckpt = config["exclude"], self.checkpoint
         if config["what"] == WRITE:
-            exclude = {AS_IS: None, RECOMMENDED: None, NOTHING: "none", OWN: list(config["modules"]) or "none"}[choice]
-            return rewritten(ckpt, exclude)
+            if choice == NOTHING or (choice == OWN and not config["modules"]):
+                return rewritten(ckpt, "none", "fp8-block")  # what was BF16 becomes FP8, so its kind is to be said
+            return rewritten(ckpt, list(config["modules"]) if choice == OWN else None)
         if choice == AS_IS:
             return ckpt.audit()
         entries: list[str] = []
@@ -99,8 +111,13 @@ class AuditPanel(Panel):
         return ckpt.with_exclusions(entries).audit()
 
     def draw(self, result: Audit) -> None:
+        """Show an audit."""
+        fp8: Counter[str] = Counter()
+        for module in result.modules:
+            if module.weight == "fp8" or module.stored.startswith("F8_"):
+                fp8[part_shown(module)] += module.nbytes
         rows = [
-            (part, *(human_bytes(count) for count in (sum(row.values()), row.get("F8_E4M3", 0))))
+            (part, human_bytes(sum(row.values())), human_bytes(fp8[part]))
             for part, row in result.bytes_by_part.items()
         ]
         total = sum(sum(row.values()) for row in result.bytes_by_part.values())

@@ -42,7 +42,8 @@ def break_even(rows: Any, temperature: float | None = None, other_batch: Any = (
     if not timed:
         axes = figure.add_subplot()
         style_axes(axes, "What a round gives and what it takes", "Draft depth k (draft tokens per round)", "")
-        return Picture(nothing_drawn(figure, axes), "Cost of a round: there are no timed rows with and without drafts.")
+        why = "Cost of a round: there are no timed rows with and without drafts; sweep with method='run' to have them."
+        return Picture(nothing_drawn(figure, axes), why)
     said = []
     for axes, (study, cost) in zip(figure.subplots(1, len(timed), squeeze=False)[0], timed, strict=True):
         said.append(_panel(axes, [record for record in line if record["depth"] in cost], study, cost))

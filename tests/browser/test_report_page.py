@@ -132,6 +132,17 @@ def test_temperature_domain_and_view(explorer, study):
     assert "tokens per second" in explorer.summary and "tokens per round" not in explorer.summary
 
 
+def test_rows_of_traces_have_no_speed_to_show(visit, study, tmp_path):
+    traced = [one.model_copy(update={"method": "trace", "seconds": None, "tokens_per_second": None}) for one in study]
+    (tmp_path / "report.html").write_text(shown(SweepExplorer(traced)), encoding="utf-8")
+    watched = visit()
+    watched.page.goto((tmp_path / "report.html").as_uri())
+    explorer = Explorer(watched.page)
+    views = explorer("#view option").evaluate_all("options => options.map(option => option.value)")
+    assert views == ["depth", "per_position", "conditional"] and explorer.lines == len(POLICIES) * len(EXCLUDES)
+    assert watched.complaints() == []
+
+
 def test_numbers_stand_beside_the_name_of_their_axis_and_not_on_it(visit, study, tmp_path):
     path = tmp_path / "fast.html"
     fast = [each.model_copy(update={"tokens_per_second": 123456.0 + each.depth}) for each in study]

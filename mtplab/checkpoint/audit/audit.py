@@ -135,7 +135,7 @@ def _readable(ckpt: Checkpoint) -> tuple[Subject, list[Finding]]:
     )  # fmt: skip
     assert ckpt.quantization is not None
     kept = [entry for entry in ckpt.quantization.exclusions if entry not in names]
-    return Subject(ckpt.with_exclusions(kept)), [finding]
+    return Subject(ckpt.with_exclusions(kept), as_on_disk=False), [finding]
 
 
 class _Reading:
@@ -172,7 +172,7 @@ def examine(
         if origin is not None:
             found += values_findings(subject, origin, reading)
     looks = engines_of(subject)
-    found += engine_findings(looks)
+    found += engine_findings(subject, looks)
     method = str(subject.content.get("quant_method", "unnamed")) if ckpt.found is not None else "none"
     return Audit(
         path=ckpt.path,

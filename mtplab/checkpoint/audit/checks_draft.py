@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from mtplab.checkpoint.audit.checks_lists import ALWAYS_PLAIN, PLAIN
 from mtplab.checkpoint.audit.finding import Finding, listed
+from mtplab.checkpoint.audit.remedies import without_fp8
 from mtplab.checkpoint.audit.subject import Subject
 from mtplab.checkpoint.names import draft_prefixes, normalised, part_of
 from mtplab.checkpoint.strict_json import shown
@@ -25,8 +26,7 @@ def _complete(subject: Subject) -> Iterator[Finding]:
         yield Finding(
             "error", "missing-head", f"{where} promises {head.promised} MTP layers, and no tensor belongs to one.", (),
             "Exporters drop the head: transformers skips mtp.* keys on load and never saves them. Engines then fail, "
-            "or "
-            "draft with what was never loaded: acceptance 0 %.",
+            "or draft with what was never loaded: acceptance 0 %.",
             "Take the head's tensors from the original checkpoint, or set the number to 0.",
         )  # fmt: skip
     elif head.promised and head.layers < head.promised * head.step_layers:
@@ -94,9 +94,8 @@ def _precision(subject: Subject) -> Iterator[Finding]:
             "warning", "fp8-fusion",
             f"The head's fusion is FP8: {listed(fc)}.", tuple(fc),
             "Published releases keep it in BF16, and several engines build it so whatever is stored. It joins "
-            "embedding "
-            "and hidden state, whose sizes differ.",
-            "Keep it in BF16 (mtplab quantize --exclude), or check the acceptance that it costs.",
+            "embedding and hidden state, whose sizes differ.",
+            f"Keep it in BF16 ({without_fp8(subject, fc)}), or check the acceptance that it costs.",
         )  # fmt: skip
 
 

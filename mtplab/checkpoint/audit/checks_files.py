@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator
 
 from mtplab.checkpoint.audit.finding import Finding, listed
+from mtplab.checkpoint.audit.remedies import quantize_command
 from mtplab.checkpoint.audit.subject import Subject
 from mtplab.checkpoint.config_copies import quantization_copies
 from mtplab.checkpoint.names import draft_prefixes, module_of, part_of
@@ -14,7 +15,7 @@ from mtplab.checkpoint.strict_json import shown
 
 __all__ = ["CHECKS"]
 
-# kind of fault → (why it matters, what to do)
+# kind of fault → (why it matters, what to do); `{copy}` stands for the command that copies the checkpoint
 _TOLD: dict[str, tuple[str, str]] = {
     "unexplained-fp8": (
         "A loader that follows config.json takes the codes for values: raw numbers up to 448.",
@@ -42,12 +43,11 @@ _TOLD: dict[str, tuple[str, str]] = {
     "packed": ("What is not FP8 is not read here.", "Take the checkpoint's BF16 or FP8 release."),
     "bytes-as-integers": (
         "Readers that trust the dtype compute with integers; transformers does, and reports nothing.",
-        "Write the weights as F8_E4M3 (mtplab quantize reads and rewrites them).",
+        "Write the weights as F8_E4M3: {copy}.",
     ),
     "junk-scale": (
         "A reader that multiplies whatever has a scale turns the weight into noise: such scales are often "
-        "uninitialised "
-        "memory.",
+        "uninitialised memory.",
         "Remove the scale, and list the module among the exclusions.",
     ),
     "nothing-quantised": (
@@ -89,6 +89,7 @@ def _problems(subject: Subject) -> Iterator[Finding]:
                 found = [(name, found[0][1] + f" {len(lost)} of them are the draft head's.") for name in lost[:1]]
                 found += [(name, "") for name in lost[1:]]
         why, fix = _TOLD.get(kind, ("", ""))
+        fix = fix.format(copy=quantize_command(subject)) if "{copy}" in fix else fix
         more = f" ({len(found) - 1} more of this kind)" if len(found) > 1 and found[1][1] else ""
         yield Finding(severity, kind, found[0][1] + more, tuple(name for name, _ in found if name), why, fix)
 

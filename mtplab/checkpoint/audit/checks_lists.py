@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from mtplab.checkpoint.audit.finding import Finding, listed
+from mtplab.checkpoint.audit.remedies import without_fp8
 from mtplab.checkpoint.audit.subject import Subject
+from mtplab.checkpoint.lenses.fused import GROUPS
 from mtplab.checkpoint.names import nearest, normalised
 from mtplab.checkpoint.strict_json import shown
 
-__all__ = ["ALWAYS_PLAIN", "CHECKS", "FUSED", "PLAIN"]
+__all__ = ["ALWAYS_PLAIN", "CHECKS", "PLAIN"]
 
 # linear modules that every engine builds in high precision whatever a list says, since no release ever quantised them
 ALWAYS_PLAIN = re.compile(
@@ -56,8 +58,7 @@ def _unlisted(subject: Subject) -> Iterator[Finding]:
                 f"{modules[0].stored}, and {subject.quantization.where} lists none of them: {listed(names)}.",
                 tuple(names),
                 "An engine that follows the list builds them as FP8, finds no scale on disk, and fails to load or "
-                "keeps "
-                "what they were initialised to: "
+                "keeps what they were initialised to: "
                 + ("built as FP8, stored as BF16, acceptance 0 %." if part else "the target's output is noise."),
                 f"Add them to {subject.list_key}.",
             )  # fmt: skip
@@ -85,11 +86,11 @@ def _listed_as_fp8(subject: Subject) -> Iterator[Finding]:
             yield Finding(
                 "error", "listed-fp8",
                 f"{len(names)} modules are stored as FP8 with a scale although {subject.quantization.where} lists "
-                f"them: "
-                f"{listed(names)} (by {shown(subject.entry_of[names[0]])}).", tuple(names),
+                f"them: {listed(names)} (by {shown(subject.entry_of[names[0]])}).", tuple(names),
                 "An engine that follows the list builds them in BF16 and reads raw codes, or leaves their scales "
                 "unconsumed" + (": acceptance 0 %." if part else "."),
-                f"Take them out of {subject.list_key}, or store them in BF16.",
+                f"Take the entries that cover them out of {subject.list_key}, or store them in BF16: "
+                f"{without_fp8(subject, names)}.",
             )  # fmt: skip
 
 
@@ -126,8 +127,7 @@ def _other_root(subject: Subject) -> Iterator[Finding]:
         yield Finding(
             "warning", "other-root",
             f"{len(moved)} entries of {subject.list_key} have the multimodal model's root, the tensors the text "
-            f"model's: "
-            f"{listed(moved, 2)}.", tuple(moved),
+            f"model's: {listed(moved, 2)}.", tuple(moved),
             "A loader that compares names as they stand matches none of them (transformers issue 48349: loaded without "
             "a message, and wrong).",
             f"Write them as they stand on disk: {shown(normalised(moved[0]))}.",
@@ -145,10 +145,9 @@ def _split_draft(subject: Subject) -> Iterator[Finding]:
         yield Finding(
             "warning", "partial-draft-list",
             f"{subject.list_key} names {len(named)} high-precision modules of the draft head ({listed(named, 2)}) "
-            f"and not "
-            f"the other {len(others)} ({listed(others, 2)}).", tuple(others),
+            f"and not the other {len(others)} ({listed(others, 2)}).", tuple(others),
             "Engines build the head from the list: a head half FP8 is looked for, and its scales are not there.",
-            "List all of them, or the whole head (mtp*).",
+            f"List the others by full name too in {subject.list_key}: engines differ in what a pattern covers.",
         )  # fmt: skip
 
 
@@ -161,27 +160,20 @@ def _fused(subject: Subject) -> Iterator[Finding]:
             by_layer.setdefault(parent, {})[last] = module.weight
     split: dict[tuple[str, ...], list[str]] = {}
     for parent, weights in by_layer.items():
-        for members in FUSED:
+        for members in GROUPS:
             kinds = {weights[name] == "fp8" for name in members if name in weights}
             if len(kinds) == 2:
                 split.setdefault(members, []).append(parent)
+    quantised = {module.name for module in subject.linears if module.weight == "fp8"}
     for members, parents in split.items():
+        mixed = [name for parent in parents for one in members if (name := f"{parent}.{one}") in quantised]
         yield Finding(
             "warning", "fused-split",
             f"{', '.join(members)} are part FP8, part not, in {len(parents)} layers: {listed(parents)}.",
             tuple(f"{parent}.{name}" for parent in parents for name in members),
             "Engines that fuse them into one product (vLLM, SGLang) refuse to load such a checkpoint.",
-            "Exclude all of them or none.",
+            f"{without_fp8(subject, mixed)} makes all of them BF16 and lists them.",
         )  # fmt: skip
 
-
-#: what engines compute in one product (vLLM's packed_modules_mapping for these families)
-FUSED: Sequence[tuple[str, ...]] = (
-    ("q_proj", "k_proj", "v_proj"),
-    ("gate_proj", "up_proj"),
-    ("in_proj_qkv", "in_proj_z"),
-    ("in_proj_b", "in_proj_a"),
-    ("q_a_proj", "kv_a_proj_with_mqa"),
-)
 
 CHECKS = (_unlisted, _listed_as_fp8, _unmatched, _other_root, _split_draft, _fused)

@@ -5,10 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from mtplab.checkpoint.audit.finding import Finding, listed
+from mtplab.checkpoint.audit.remedies import anew, without_fp8
 from mtplab.checkpoint.audit.subject import Subject
 from mtplab.checkpoint.names import draft_prefixes, part_of
 
 __all__ = ["CHECKS"]
+
+# how AMD's codes differ from those of the same bits elsewhere: the bias is one more, and there is no infinity
+_FNUZ = {
+    "F8_E4M3FNUZ": "bias 8, at most 240; read as F8_E4M3 all values are twice too large",
+    "F8_E5M2FNUZ": "bias 16, at most 57344; read as F8_E5M2 all values are twice too large, the largest NaN",
+}
 
 
 def _suffixes(subject: Subject) -> Iterator[Finding]:
@@ -25,7 +32,7 @@ def _suffixes(subject: Subject) -> Iterator[Finding]:
             "warning", "scale-suffix",
             f"{len(plain)} block-scaled weights have their scale in weight_scale: {listed(plain)}.", tuple(plain),
             "With weight_block_size, engines look for weight_scale_inv, and leave what they do not find uninitialised.",
-            "Rename the scales to weight_scale_inv.",
+            f"Rename the scales to weight_scale_inv: {anew(subject)} does.",
         )  # fmt: skip
     bare = [*by_suffix.get("scale", []), *by_suffix.get("qscale_weight", [])]
     if bare:
@@ -35,13 +42,14 @@ def _suffixes(subject: Subject) -> Iterator[Finding]:
             tuple(bare),
             "Loaders that look for weight_scale_inv miss it: DeepSeek-V4 ran at 1.8 % acceptance that way "
             "(vLLM issue 43455).",
-            "Use an engine release that knows the name.",
+            f"Use an engine release that knows the name, or write them anew: {anew(subject)}.",
         )  # fmt: skip
     if len(by_suffix) > 1:
         kinds = ", ".join(f"{len(names)} {suffix}" for suffix, names in by_suffix.items())
         yield Finding(
             "warning", "mixed-suffixes", f"Scales have different names within one checkpoint: {kinds}.", (),
-            "A loader that settles on one of them leaves the others unread.", "Write them under one name.",
+            "A loader that settles on one of them leaves the others unread.",
+            f"Write them under one name: {anew(subject)} does.",
         )  # fmt: skip
     shared = [m.name for m in subject.modules if m.weight == "fp8" and m.scale is not None and len(m.scale.shape) == 3]
     experts = [name for name in shared if ".experts." in name]
@@ -51,7 +59,7 @@ def _suffixes(subject: Subject) -> Iterator[Finding]:
             f"{len(experts)} experts' weights are stored one by one, their scales stacked: {listed(experts)}.",
             tuple(experts),
             "transformers' writer does this, and its own reader then takes raw codes for values, without an error.",
-            "Write them again, one scale beside each weight (mtplab quantize does).",
+            f"Write them again, one scale beside each weight: {anew(subject)} does.",
         )  # fmt: skip
 
 
@@ -69,7 +77,7 @@ def _scale_dtypes(subject: Subject) -> Iterator[Finding]:
             "warning", "integer-scales",
             f"{len(raw)} weights have scales stored as U8: {listed(raw)}.", tuple(raw),
             "They are exponents, 2**(byte - 127). A reader that multiplies by the byte is off by a factor of 1e5.",
-            "Use a reader that knows MXFP8, or write them as F8_E8M0.",
+            f"Use a reader that knows MXFP8, or write them as values: {anew(subject)}.",
         )  # fmt: skip
     if powers:
         yield Finding(
@@ -79,12 +87,12 @@ def _scale_dtypes(subject: Subject) -> Iterator[Finding]:
         )  # fmt: skip
     nuz = [module.name for module in subject.modules if module.stored.endswith("FNUZ")]
     if nuz:
+        kinds = sorted({module.stored for module in subject.modules if module.stored.endswith("FNUZ")})
         yield Finding(
             "warning", "fnuz",
-            f"{len(nuz)} weights are stored as {next(m.stored for m in subject.modules if m.stored.endswith('FNUZ'))}: "
-            f"{listed(nuz)}.", tuple(nuz),
-            "AMD's MI300 format: bias 8, at most 240. Read as E4M3FN all values are twice too large.",
-            "Convert to F8_E4M3 for other devices.",
+            f"{len(nuz)} weights are stored as {' and '.join(kinds)}: {listed(nuz)}.", tuple(nuz),
+            "AMD's MI300 format: " + "; ".join(_FNUZ[kind] for kind in kinds) + ".",
+            f"Convert to F8_E4M3 for other devices: {anew(subject)}.",
         )  # fmt: skip
 
 
@@ -101,7 +109,8 @@ def _heads(subject: Subject) -> Iterator[Finding]:
             f"The vocabulary head is FP8: {listed(quantised)}.", tuple(quantised),
             "Most engines build it in BF16 whatever the config says: its scale has no place to go (vLLM: KeyError "
             "weight_scale; TensorRT-LLM: raw codes).",
-            "Store it in BF16; it is read once a token, and errors in it are errors in every logit.",
+            f"Store it in BF16 ({without_fp8(subject, quantised)}); it is read once a token, and errors in it are "
+            "errors in every logit.",
         )  # fmt: skip
 
 
@@ -154,9 +163,8 @@ def _tensor_parallel(subject: Subject) -> Iterator[Finding]:
         names = limits[most]
         yield Finding(
             "note", "tensor-parallel",
-            (f"Weights split into whole blocks over at most {most} ranks" if most > 1 else "Weights cannot be split "
-            "into "
-             "whole blocks over ranks") + f": {listed(names, 2)} decide.", tuple(names),
+            (f"Weights split into whole blocks over at most {most} ranks" if most > 1 else
+             "Weights cannot be split into whole blocks over ranks") + f": {listed(names, 2)} decide.", tuple(names),
             "A rank's part that ends within a block is refused by engines (vLLM pull request 52915).",
             f"Use a tensor-parallel size up to {most}, or expert parallelism.",
         )  # fmt: skip

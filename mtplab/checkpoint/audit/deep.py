@@ -19,11 +19,11 @@ from collections.abc import Callable, Iterator
 import torch
 
 from mtplab.checkpoint.audit import deep_norms
-from mtplab.checkpoint.audit.checks_lists import FUSED
 from mtplab.checkpoint.audit.finding import Finding, listed
 from mtplab.checkpoint.audit.stats import Stats, plain_stats, scaled_stats
 from mtplab.checkpoint.audit.subject import Subject
 from mtplab.checkpoint.header import TensorInfo
+from mtplab.checkpoint.lenses.fused import GROUPS
 from mtplab.checkpoint.names import normalised
 from mtplab.checkpoint.values import read_rows, read_tensor
 from mtplab.errors import CheckpointError
@@ -78,8 +78,8 @@ def _bad_values(subject: Subject, stats: dict[str, Stats]) -> Iterator[Finding]:
         names = [name for name, bad in found.items() if bad]
         if names:
             yield Finding(
-                "error", kind, f"{sum(found.values())} {what} are NaN or infinite, in {len(names)} tensors: "
-                f"{listed(names)}.",
+                "error", kind,
+                f"{sum(found.values())} {what} are NaN or infinite, in {len(names)} tensors: {listed(names)}.",
                 tuple(names), "One of them makes every logit NaN, and every token id 0.",
                 "The export is damaged (an unclamped cast writes such codes): download or quantise again.",
             )  # fmt: skip
@@ -90,10 +90,9 @@ def _scales(subject: Subject, stats: dict[str, Stats]) -> Iterator[Finding]:
     if names:
         count = sum(stats[name].bad_scales for name in names)
         yield Finding(
-            "error", "bad-scale", f"{count} scales are not finite and positive, in {len(names)} weights: "
-            f"{listed(names)}.",
-            tuple(names), "Zero erases a block, or divides by zero where the weight is quantised again; NaN spreads "
-            "to all.",
+            "error", "bad-scale",
+            f"{count} scales are not finite and positive, in {len(names)} weights: {listed(names)}.", tuple(names),
+            "Zero erases a block, or divides by zero where the weight is quantised again; NaN spreads to all.",
             "Quantise again with a writer that keeps scales above zero.",
         )  # fmt: skip
     for key, group in _groups(stats).items():
@@ -106,8 +105,8 @@ def _scales(subject: Subject, stats: dict[str, Stats]) -> Iterator[Finding]:
             yield Finding(
                 "error", "absurd-scale",
                 f"{listed(odd)}: scale {scales[odd[0]]:.3g}, where the {len(group)} weights {key} have {median:.3g} "
-                f"in the "
-                "median.", tuple(odd), "The weight is as many times too large or too small: noise, from this layer on.",
+                "in the median.", tuple(odd),
+                "The weight is as many times too large or too small: noise, from this layer on.",
                 "An uninitialised or wrongly typed scale: quantise or download again.",
             )  # fmt: skip
 
@@ -125,8 +124,7 @@ def _directions(subject: Subject, stats: dict[str, Stats]) -> Iterator[Finding]:
         yield Finding(
             "error", "scale-direction",
             f"{len(odd)} weights are absurdly large as stored and of usual size with the scale's reciprocal: "
-            f"{listed(odd)} "
-            f"(rms {first.rms:.3g} against {first.inverse_rms:.3g}).", tuple(odd),
+            f"{listed(odd)} (rms {first.rms:.3g} against {first.inverse_rms:.3g}).", tuple(odd),
             "Every reader multiplies codes by the scale, also where it is called weight_scale_inv.",
             "Store the reciprocal of the scales.",
         )  # fmt: skip
@@ -140,8 +138,7 @@ def _fnuz(subject: Subject, stats: dict[str, Stats]) -> Iterator[Finding]:
             "warning", "fn-fnuz", f"No code of {len(names)} E4M3 weights is larger than 240, and that one occurs.",
             tuple(names),
             "A writer for E4M3FN scales to 448. This one scaled to E4M3FNUZ's 240: were the codes FNUZ as well, all "
-            "values "
-            "here would be twice too large; if only the range was, a bit of precision is lost.",
+            "values here would be twice too large; if only the range was, a bit of precision is lost.",
             "Ask which device it was written for; quantise again for E4M3FN.",
         )  # fmt: skip
 
@@ -239,7 +236,7 @@ def _fused_scales(subject: Subject, stats: dict[str, Stats]) -> Iterator[Finding
     whole = {m.name for m in subject.linears if m.weight == "fp8" and m.name in stats
              and (scheme := scheme_of(m.name)) is not None and scheme.granularity == "tensor"}  # fmt: skip
     for parent in dict.fromkeys(name.rpartition(".")[0] for name in whole):
-        for members in FUSED:
+        for members in GROUPS:
             scales = [stats[f"{parent}.{name}"].scale for name in members if f"{parent}.{name}" in whole]
             if len(scales) > 1 and min(scales) > 0 and max(scales) / min(scales) > _ROUNDED_AGAIN:
                 odd[f"{parent}.{members[0]}"] = max(scales) / min(scales)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from html import escape
 from typing import TYPE_CHECKING
 
-from mtplab.checkpoint.audit.text import MODULE_COLUMNS, engine_rows, module_rows, size_rows, title, verdict
+from mtplab.checkpoint.audit.text import MODULE_COLUMNS, module_rows, size_rows, title, verdict
+from mtplab.checkpoint.lenses.looks import COLUMNS
 from mtplab.checkpoint.text_table import html_table, printable
 
 if TYPE_CHECKING:
@@ -40,10 +41,10 @@ def engines_html(looks: Looks | None) -> str:
     """The engines side by side, the sentence that compares them, and what each does."""
     if looks is None:
         return ""
-    columns, rows = engine_rows(looks)
     told = "".join(f"<li>{escape(printable(item.summary, 1500))}</li>" for item in looks.looks)
     return (
-        html_table(columns, rows, caption="How engines read it") + f"<p>{escape(printable(looks.sentence, 3000))}</p>"
+        html_table(COLUMNS, looks.rows(), caption="How engines read it")
+        + f"<p>{escape(printable(looks.sentence, 3000))}</p>"
         f"<details><summary>engine by engine</summary><ul>{told}</ul></details>"
     )
 

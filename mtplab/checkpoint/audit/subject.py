@@ -21,10 +21,14 @@ __all__ = ["Subject"]
 
 
 class Subject:
-    """One checkpoint under audit. Reads headers only."""
+    """One checkpoint under audit. Reads headers only.
 
-    def __init__(self, ckpt: Checkpoint) -> None:
+    `as_on_disk`: False where entries of its list that cannot be run were left out, so that it can be audited.
+    """
+
+    def __init__(self, ckpt: Checkpoint, as_on_disk: bool = True) -> None:
         self.ckpt = ckpt
+        self.as_on_disk = as_on_disk
         self.config = ckpt.config
         self.text = text_config(ckpt.config)
         self.quantization = ckpt.quantization
@@ -87,5 +91,18 @@ class Subject:
         return found
 
     @property
+    def method(self) -> str:
+        """quant_method as it stands, "" where nothing is quantised."""
+        return str(self.content.get("quant_method", self.quantization.method if self.quantization is not None else ""))
+
+    @property
+    def listed_entries(self) -> tuple[str, ...] | None:
+        """The exclusion list, or None where the format keeps none that could be changed."""
+        if self.quantization is None or self.quantization.exclusions_key == "extra_config":
+            return None
+        return self.quantization.exclusions
+
+    @property
     def list_key(self) -> str:
+        """Where the exclusion list stands in the quantisation config."""
         return self.quantization.exclusions_key if self.quantization is not None else ""

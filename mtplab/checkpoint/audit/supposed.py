@@ -1,69 +1,65 @@
-"""The audit of a checkpoint that is not written yet: this one, quantised again under another exclusion list."""
+"""The audit of a checkpoint that is not written yet: this one, quantised again under another exclusion list.
+
+What would be written is what `convert.decide` decides, as headers; nothing is read but headers, and nothing is written.
+"""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from mtplab.checkpoint.audit.audit import Audit
-from mtplab.checkpoint.audit.engines import engine_findings, views_of
-from mtplab.checkpoint.audit.finding import ordered
-from mtplab.checkpoint.audit.heads import find_head
-from mtplab.checkpoint.lenses import look, recommended_exclusions
-from mtplab.checkpoint.plan import ModulePlan, Plan
+from mtplab.checkpoint.audit.audit import Audit, examine
+from mtplab.checkpoint.config_json import with_quantization
+from mtplab.checkpoint.header import TensorInfo
 
 if TYPE_CHECKING:
     from mtplab.checkpoint.checkpoint import Checkpoint
+    from mtplab.checkpoint.convert.decide import Decision
+    from mtplab.checkpoint.convert.layouts import Recipe
 
 __all__ = ["rewritten"]
 
+# what the source's files show, and those to be written do not
+_OF_FILES = ("links", "unused-file", "configs-disagree")
 
-def rewritten(ckpt: Checkpoint, exclude: str | Sequence[str] | None = None) -> Audit:
-    """What an audit would say of `mtplab quantize`'s output for this source and these exclusions: block FP8.
 
-    Of a BF16 checkpoint the linear weights that are not excluded become FP8; of an FP8 one those that are excluded
-    become BF16, and the rest stays. Sizes, engines and their findings; what only files can show is not known.
-    Raises as `Checkpoint.plan` does.
+def rewritten(ckpt: Checkpoint, exclude: str | Sequence[str] | None = None, format: str | None = None) -> Audit:
+    """What an audit would say of `mtplab quantize`'s output for this source, these exclusions and this `--format`.
+
+    `format`: "fp8-block", "fp8-tensor", in layout "hf"; None makes a plain checkpoint "fp8-block", and leaves an FP8
+    one in the layout it has, but for what is excluded and becomes BF16. `plan`, sizes, engines and findings are those
+    of the folder that would be written. Raises as `quantize_checkpoint` does where it refuses source or settings.
     """
-    if ckpt.quantization is None:
-        modules = tuple(map(_quantised, ckpt.plan(exclude, model_format="fp8").modules))
-    else:
-        rounded = {module.name for module in ckpt.plan().modules if module.activation == "fp8"}
-        modules = tuple(
-            _dequantised(module) if module.name in rounded and module.activation == "none" else module
-            for module in ckpt.plan(exclude).modules
-        )
-    views = views_of(modules)
-    content = {
-        "quant_method": "fp8",
-        "fmt": "e4m3",
-        "activation_scheme": "dynamic",
-        "weight_block_size": [128, 128],
-        "modules_to_not_convert": recommended_exclusions(views, "fp8"),
+    from mtplab.checkpoint.checkpoint import Checkpoint
+    from mtplab.checkpoint.convert.decide import Wish, decide
+    from mtplab.checkpoint.convert.layouts import recipe_of
+
+    if ckpt.refused is not None:
+        raise ckpt.refused
+    plain = ckpt.quantization is None
+    recipe = recipe_of(format or "fp8-block", "hf") if plain or format is not None else None
+    decision = decide(ckpt, Wish(recipe, exclude=exclude))
+    tensors = {
+        output.name: TensorInfo(output.name, output.dtype, output.shape, piece.source.file, 0, output.nbytes)
+        for piece in decision.pieces.pieces
+        for output in piece.outputs
     }
-    looks = look(views, "fp8", content, ckpt.config)
-    plan = Plan(modules)
-    return Audit(
-        path=ckpt.path,
-        method="fp8, as it would be written",
-        plan=plan,
-        head=find_head(modules, ckpt.config),
-        findings=ordered(engine_findings(looks)),
-        looks=looks,
-        deep=False,
-        files=len(ckpt.files.shards),
-        tensors=len(ckpt.tensors),
+    shards = tuple(dict.fromkeys(info.file for info in tensors.values()))
+    files = ckpt.files._replace(shards=shards, tensors=tensors, unindexed={}, unused=())
+    found = examine(Checkpoint(ckpt.path, files, with_quantization(ckpt.config, _content(ckpt, decision, recipe))))
+    return replace(
+        found,
+        method=f"{found.method}, as it would be written",
+        findings=tuple(finding for finding in found.findings if finding.kind not in _OF_FILES),
     )
 
 
-def _quantised(module: ModulePlan) -> ModulePlan:
-    if module.weight != "fp8" or module.scale is not None:
-        return module
-    return replace(module, stored="F8_E4M3", nbytes=module.loaded_nbytes)
+def _content(ckpt: Checkpoint, decision: Decision, recipe: Recipe | None) -> dict[str, Any]:
+    from mtplab.checkpoint.convert.amend import amended
+    from mtplab.checkpoint.convert.layouts import layouts
 
-
-def _dequantised(module: ModulePlan) -> ModulePlan:
-    nbytes = 2 * math.prod(module.shape)
-    return replace(module, stored="BF16", weight="bf16", nbytes=nbytes, scale=None, block=None)
+    if recipe is not None:
+        return layouts()[recipe.layout].config(recipe, decision.kept)
+    assert ckpt.found is not None and ckpt.quantization is not None
+    return amended({"quant_method": ckpt.quantization.method, **ckpt.found.content}, decision.to_bf16)

@@ -7,14 +7,14 @@ import textwrap
 from typing import TYPE_CHECKING
 
 from mtplab.checkpoint.audit.sizes import part_shown
+from mtplab.checkpoint.lenses.looks import COLUMNS
 from mtplab.checkpoint.text_table import aligned, as_bytes, printable
 
 if TYPE_CHECKING:
     from mtplab.checkpoint.audit.audit import Audit
     from mtplab.checkpoint.audit.finding import Finding
-    from mtplab.checkpoint.lenses import Looks
 
-__all__ = ["as_text", "engine_rows", "module_rows", "size_rows", "title", "verdict"]
+__all__ = ["as_text", "module_rows", "size_rows", "title", "verdict"]
 
 MODULE_COLUMNS = ("module", "part", "shape", "stored", "scale", "bytes", "rule")
 _MAX_NAMES = 6
@@ -67,18 +67,6 @@ def module_rows(audit: Audit) -> list[tuple[str, ...]]:
     return found
 
 
-def engine_rows(looks: Looks) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-    """(columns, rows): a row for each engine, with how many linear modules it builds how, and otherwise than stored."""
-    rows = []
-    for item in looks.looks:
-        counts = item.counts()
-        other = sum(count for built, count in counts.items() if built not in ("fp8", "plain"))
-        differ = sum(len(found.modules) for found in item.disagreements)
-        numbers = (counts.get("fp8", 0), counts.get("plain", 0), other, differ)
-        rows.append((item.engine, item.version, item.worst, *map(str, numbers)))
-    return ("engine", "version", "outcome", "built FP8", "built plain", "other", "otherwise than stored"), rows
-
-
 def as_text(audit: Audit, modules: bool = False, width: int | None = None) -> str:
     """The audit as lines of at most `width` characters (tables may be wider); `modules`: with a line for each."""
     width = width or min(110, shutil.get_terminal_size((100, 24)).columns)
@@ -86,8 +74,8 @@ def as_text(audit: Audit, modules: bool = False, width: int | None = None) -> st
     lines = [title(audit), "", *aligned(columns, rows, columns[1:])]
     lines += ["", *_wrapped(f"MTP head: {audit.head if audit.head is not None else 'none'}", width)]
     if audit.looks is not None:
-        columns, rows = engine_rows(audit.looks)
-        lines += ["", "How engines read it", *aligned(columns, rows), "", *_wrapped(audit.looks.sentence, width)]
+        lines += ["", "How engines read it", *aligned(COLUMNS, audit.looks.rows()), ""]
+        lines += _wrapped(audit.looks.sentence, width)
     lines += ["", verdict(audit)]
     for finding in audit.findings:
         lines += ["", *_finding(finding, width)]

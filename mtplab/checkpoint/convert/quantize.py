@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from mtplab.checkpoint import Checkpoint, Plan, SafetensorsWriter, open_checkpoint
-from mtplab.checkpoint.audit.engines import views_of
 from mtplab.checkpoint.config_json import BESIDE_FILES, CONFIG_FILE, SEPARATE_FILE, with_quantization
 from mtplab.checkpoint.convert.amend import amended
 from mtplab.checkpoint.convert.decide import Decision, Wish, decide
@@ -28,7 +27,7 @@ from mtplab.checkpoint.convert.rows import Shard
 from mtplab.checkpoint.convert.state import Partial, check_free, identity, write_json
 from mtplab.checkpoint.exclusions import parse_exclude
 from mtplab.checkpoint.index import INDEX_NAME
-from mtplab.checkpoint.lenses import look
+from mtplab.checkpoint.lenses import look, views_of
 from mtplab.checkpoint.strict_json import read_json_object, shown
 from mtplab.errors import CheckpointError, ConfigError
 

@@ -7,6 +7,7 @@ from mtplab.checkpoint.lenses.base import Disagreement, Engine, Verdict, View
 from mtplab.checkpoint.lenses.judge import Look
 from mtplab.checkpoint.lenses.looks import Looks, lenses, look
 from mtplab.checkpoint.lenses.recommend import recommended_exclusions
+from mtplab.checkpoint.lenses.views import views_of
 
 __all__ = [
     "Disagreement",
@@ -18,4 +19,5 @@ __all__ = [
     "lenses",
     "look",
     "recommended_exclusions",
+    "views_of",
 ]

@@ -122,6 +122,8 @@ class Method:
     source: str
     combine: bool = False
     skip_empty: bool = True  # an empty list under the first key lets the next key count
+    alone: str = ""  # an object of the config beside which, where it is there, no other key counts
+    fp8: bool = True  # whether it reads FP8 weights under this method at all
     default: tuple[str, ...] = ()
     added: tuple[str, ...] = ()
     head: bool = True  # lm_head is asked for like any linear layer

@@ -107,7 +107,10 @@ def exclusion_list(method: Method, content: dict[str, Any]) -> tuple[list[str] |
     """(entries, where they stand) as the engine takes them from the config; (None, "") where there is no list."""
     found: list[str] | None = None
     where: list[str] = []
+    alone = method.alone and method.alone in content
     for key in method.keys:
+        if alone and key.partition(".")[0] != method.alone:
+            continue
         value: Any = content
         for step in key.split("."):
             value = value.get(step) if isinstance(value, dict) else None
@@ -131,7 +134,8 @@ def judge(
         return _whole(engine, name, NOT_KNOWN, why, (method.source,))
     if method is None:
         if engine.unread_built == "plain":
-            return _Judge(engine, _unread(engine), name, content, config, modules).look()
+            plain = f"it does not read {name}: {engine.unread}"
+            return _Judge(engine, _unread(engine), name, content, config, modules, plain).look()
         return _whole(engine, name, REFUSED, f"does not read {shown(name)}: {engine.unread}", ())
     why = method.unknown or (method.unsure(content) if method.unsure is not None else None)
     if why:
@@ -143,8 +147,8 @@ def judge(
 
 
 def _unread(engine: Engine) -> Method:
-    """An engine that goes on without quantisation builds everything plain."""
-    return Method(rule="full name", keys=(), reads="", source=engine.sources[0], unknown="plain")
+    """Of an engine that goes on without quantisation: no list counts."""
+    return Method(rule="full name", keys=(), reads="", source=engine.sources[0])
 
 
 def _whole(engine: Engine, name: str, status: str, why: str, sources: tuple[str, ...]) -> Look:
@@ -161,8 +165,10 @@ class _Judge:
         content: dict[str, Any],
         config: dict[str, Any],
         modules: Sequence[Shaped],
+        all_plain: str = "",
     ) -> None:
         self._engine, self._method, self._name, self._content = engine, method, name, content
+        self._all_plain = all_plain  # why everything is built plain, where it is
         kind, text_only = family_of(config)
         key = f"{kind} text" if text_only and f"{kind} text" in engine.families else kind
         self._family: Family = engine.families.get(key, engine.families[""])
@@ -233,8 +239,8 @@ class _Judge:
     def _plan(self, shape: str, part: str) -> tuple[Asked, Fixed | None]:
         """How modules of a shape are asked for, and what is settled of them whatever the list says."""
         asked = units_of(shape, self._family.renames, self._family.fused)
-        if self._method.unknown == "plain":
-            return asked, Fixed("", "plain", f"it does not read {self._name}: {self._engine.unread}")
+        if self._all_plain:
+            return asked, Fixed("", "plain", self._all_plain)
         if part == "head" and not self._method.head:
             return asked, Fixed("", "plain", "the output head is never built quantised under this method")
         for fixed in self._family.fixed:

@@ -8,11 +8,11 @@ from __future__ import annotations
 from typing import Any
 
 from mtplab.checkpoint.lenses.base import LOAD_ERROR, LOSSY, UNKNOWN, Consequence, Engine, Family, Fixed, Method
+from mtplab.checkpoint.lenses.fused import QKV_AND_MLP
 from mtplab.checkpoint.strict_json import shown
 
 __all__ = ["LMDEPLOY"]
 
-_QKV = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 _HEAD = Fixed(r"(^|\.)lm_head$", "plain", "lm_head is never given a quantisation config")
 _ROUTER = Fixed(r"\.mlp\.gate$", "plain", "the router is never given a quantisation config")
 _GATE = Fixed(r"\.shared_expert_gate$", "plain", "the shared expert's gate is never given a quantisation config")
@@ -50,7 +50,7 @@ def _static(content: dict[str, Any]) -> Consequence | None:
 
 def _qwen(note: str = "") -> Family:
     return Family(
-        fused=_QKV,
+        fused=QKV_AND_MLP,
         fixed=(
             _HEAD,
             _ROUTER,
@@ -90,20 +90,21 @@ LMDEPLOY = Engine(
             keys=("ignore",),
             reads="",
             source="lmdeploy/pytorch/config.py (_parse_compressed_tensors_config)",
+            fp8=False,
             refuses=lambda content: "of compressed-tensors it reads pack-quantized 4-bit weights only",
         ),
     },
     families={
         "": Family(
-            fused=_QKV,
+            fused=QKV_AND_MLP,
             fixed=(_HEAD, _ROUTER, _DRAFT),
             note="no names of this model family were looked at: asked with those on disk, q, k, v and gate, up fused",
         ),
         "qwen3_5": _qwen(),
         "qwen3_5 text": _qwen("it registers only Qwen3.5's ForConditionalGeneration: judged with the names on disk"),
-        "qwen3_next": Family(fused=_QKV, fixed=(_HEAD, _ROUTER, _GATE, _DRAFT, Fixed("", "fp8", _NAMELESS))),
+        "qwen3_next": Family(fused=QKV_AND_MLP, fixed=(_HEAD, _ROUTER, _GATE, _DRAFT, Fixed("", "fp8", _NAMELESS))),
         "deepseek_v3": Family(
-            fused=_QKV,
+            fused=QKV_AND_MLP,
             # the decoder layer passes no name on, so every layer asks with the last part only
             renames=(
                 (r"^.*\.mlp\.experts\.", "experts."),
@@ -118,7 +119,7 @@ LMDEPLOY = Engine(
                 Fixed(r"\.shared_head\.head$", "unknown", "the draft's own head was not looked at"),
             ),
         ),
-        "glm4_moe": Family(fused=_QKV, fixed=(_HEAD, _ROUTER, _DRAFT, Fixed("", "fp8", _NAMELESS))),
+        "glm4_moe": Family(fused=QKV_AND_MLP, fixed=(_HEAD, _ROUTER, _DRAFT, Fixed("", "fp8", _NAMELESS))),
     },
     fp8_for_plain=Consequence(
         LOSSY, "its weights are quantised as they are loaded, and the precision the file kept is lost"

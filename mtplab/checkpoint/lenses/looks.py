@@ -17,8 +17,9 @@ from mtplab.checkpoint.lenses.sglang import SGLANG
 from mtplab.checkpoint.lenses.tensorrt_llm import TENSORRT_LLM
 from mtplab.checkpoint.lenses.transformers import TRANSFORMERS
 from mtplab.checkpoint.lenses.vllm import VLLM
+from mtplab.checkpoint.text_table import aligned
 
-__all__ = ["Looks", "lenses", "look"]
+__all__ = ["COLUMNS", "Looks", "lenses", "look"]
 
 _ENGINES = (VLLM, SGLANG, LMDEPLOY, TENSORRT_LLM, TRANSFORMERS)
 _WORDS = {
@@ -28,6 +29,7 @@ _WORDS = {
     UNKNOWN: "not known for",
 }
 
+COLUMNS = ("engine", "version", "outcome", "built FP8", "built plain", "other", "otherwise than stored")
 
 # what "right" does not say
 SCOPE = "Judged by names and exclusion lists alone: tensor layouts, block sizes and kernels are not looked at."
@@ -49,20 +51,23 @@ class Looks:
         """The look of one engine, by its name."""
         return next(item for item in self.looks if item.engine == engine)
 
-    def to_dict(self, verdicts: bool = False) -> dict[str, Any]:
-        """For JSON; every module's verdict only with `verdicts`."""
-        return {"sentence": self.sentence, "scope": SCOPE, "engines": [item.to_dict(verdicts) for item in self.looks]}
-
-    def __str__(self) -> str:
-        rows = [("engine", "version", "outcome", "FP8", "plain", "other", "differ")]
+    def rows(self) -> list[tuple[str, ...]]:
+        """A row of COLUMNS for each engine: how many linear modules it builds how, and otherwise than stored."""
+        rows = []
         for item in self.looks:
             counts = item.counts()
             other = sum(count for built, count in counts.items() if built not in ("fp8", "plain"))
             differ = sum(len(found.modules) for found in item.disagreements)
             numbers = (counts.get("fp8", 0), counts.get("plain", 0), other, differ)
             rows.append((item.engine, item.version, item.worst, *map(str, numbers)))
-        widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+        return rows
+
+    def to_dict(self, verdicts: bool = False) -> dict[str, Any]:
+        """For JSON; every module's verdict only with `verdicts`."""
+        return {"sentence": self.sentence, "scope": SCOPE, "engines": [item.to_dict(verdicts) for item in self.looks]}
+
+    def __str__(self) -> str:
+        lines = aligned(COLUMNS, self.rows())
         return "\n".join([*lines, "", self.sentence, SCOPE, *(f"- {item.summary}" for item in self.looks)])
 
 

@@ -8,12 +8,12 @@ from __future__ import annotations
 from typing import Any
 
 from mtplab.checkpoint.lenses.base import SILENT, UNKNOWN, Consequence, Engine, Family, Fixed, Method
+from mtplab.checkpoint.lenses.fused import GDN, MLA, QKV_AND_MLP
 from mtplab.checkpoint.strict_json import shown
 
 __all__ = ["SGLANG"]
 
 _LAYERS = "sglang/srt/layers/quantization"
-_QKV = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 _ROUTER = Fixed(r"\.mlp\.gate$", "plain", "the router is never given a quantisation config (models/qwen2_moe.py)")
 _GATE = Fixed(r"\.shared_expert_gate$", "plain", "the shared expert's gate is never given a quantisation config")
 _FC = Fixed(r"^mtp\.fc$", "plain", "mtp.fc is a plain torch Linear (models/qwen3_5_mtp.py, qwen3_next_mtp.py)")
@@ -109,35 +109,33 @@ SGLANG = Engine(
             keys=(),
             reads="",
             source=f"{_LAYERS}/auto_round.py (SUPPORTED_DTYPES)",
+            fp8=False,
             refuses=_auto_round,
         ),
     },
     families={
         "": Family(
-            fused=_QKV,
+            fused=QKV_AND_MLP,
             fixed=(_DRAFT,),
             note="no names of this model family were looked at: asked with those on disk, q, k, v and gate, up fused",
         ),
         "qwen3_5": Family(
-            fused={**_QKV, "in_proj_qkvz": ("in_proj_qkv", "in_proj_z"), "in_proj_ba": ("in_proj_b", "in_proj_a")},
+            fused={**QKV_AND_MLP, **GDN},
             fixed=(_ROUTER, _GATE, _FC, _FP4_DRAFT, _QUARK_DRAFT, _VISION),
         ),
         "qwen3_5 text": Family(
-            fused={**_QKV, "in_proj_qkvz": ("in_proj_qkv", "in_proj_z"), "in_proj_ba": ("in_proj_b", "in_proj_a")},
+            fused={**QKV_AND_MLP, **GDN},
             fixed=(_ROUTER, _GATE, _FC, _FP4_DRAFT, _QUARK_DRAFT, _VISION),
             note="it registers only Qwen3.5's ForConditionalGeneration classes: judged with the names on disk",
         ),
         "qwen3_next": Family(
-            fused=_QKV,
+            fused=QKV_AND_MLP,
             # the MTP model is built under `model`, so its one layer is asked for as the target's first
             renames=((r"^mtp\.layers\.", "model.layers."),),
             fixed=(_ROUTER, _GATE, _FC),
         ),
         "deepseek_v3": Family(
-            fused={
-                "gate_up_proj": ("gate_proj", "up_proj"),
-                "fused_qkv_a_proj_with_mqa": ("q_a_proj", "kv_a_proj_with_mqa"),
-            },
+            fused={"gate_up_proj": QKV_AND_MLP["gate_up_proj"], "fused_qkv_a_proj_with_mqa": MLA},
             fixed=(
                 _ROUTER,
                 _INDEXER,
@@ -147,7 +145,7 @@ SGLANG = Engine(
             plain_for_fp8=Consequence(UNKNOWN, "what its loader then does was not looked at"),
         ),
         "glm4_moe": Family(
-            fused=_QKV,
+            fused=QKV_AND_MLP,
             fixed=(
                 _ROUTER,
                 Fixed(r"\.eh_proj$", "plain", "eh_proj is a plain torch Linear (models/glm4_moe_nextn.py)"),

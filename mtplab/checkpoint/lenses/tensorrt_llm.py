@@ -9,13 +9,13 @@ import re
 from typing import Any
 
 from mtplab.checkpoint.lenses.base import UNKNOWN, Consequence, Engine, Family, Fixed, Method
+from mtplab.checkpoint.lenses.fused import GDN, QKV_AND_MLP
 from mtplab.checkpoint.strict_json import shown
 
 __all__ = ["TENSORRT_LLM"]
 
 _COMMIT = "008e0af8980fc560003631ba4ac37828836a91c8"
 _CONFIG = f"https://github.com/NVIDIA/TensorRT-LLM/blob/{_COMMIT}/tensorrt_llm/_torch/model_config.py"
-_QKV = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 # excluded whatever the list says; the loader multiplies kv_b_proj's scale in by itself
 _BLOCKS = ("*kv_b_proj*", "*k_b_proj*", "*eh_proj")
 _HEAD = Fixed(r"(^|\.)lm_head$", "plain", "LMHead takes no quantisation config")
@@ -80,7 +80,7 @@ _GDN = Fixed(
     methods=("fp8",),
 )
 _QWEN = Family(
-    fused={**_QKV, "in_proj_qkvz": ("in_proj_qkv", "in_proj_z"), "in_proj_ba": ("in_proj_b", "in_proj_a")},
+    fused={**QKV_AND_MLP, **GDN},
     renames=((r"^model\.language_model\.", "model."),),
     entries=_qwen,
     fixed=(
@@ -164,12 +164,12 @@ TENSORRT_LLM = Engine(
     },
     families={
         "": Family(
-            fused=_QKV,
+            fused=QKV_AND_MLP,
             fixed=(_HEAD, _ROUTER, Fixed("", "unknown", "the draft's names were not looked at", parts=("draft",))),
             note="no names of this model family were looked at: asked with those on disk, q, k, v and gate, up fused",
         ),
         "qwen3_5": _QWEN,
-        "deepseek_v3": Family(fused={"gate_up_proj": ("gate_proj", "up_proj")}, fixed=_DEEPSEEK),
+        "deepseek_v3": Family(fused={"gate_up_proj": QKV_AND_MLP["gate_up_proj"]}, fixed=_DEEPSEEK),
     },
     fp8_for_plain=Consequence(UNKNOWN, "what its loader then does was not looked at"),
     plain_for_fp8=Consequence(UNKNOWN, "what its loader then does was not looked at"),

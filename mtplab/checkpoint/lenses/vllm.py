@@ -8,13 +8,13 @@ from __future__ import annotations
 from typing import Any
 
 from mtplab.checkpoint.lenses.base import LOAD_ERROR, SILENT, UNKNOWN, Consequence, Engine, Family, Fixed, Method
+from mtplab.checkpoint.lenses.fused import GDN, MLA, QKV_AND_MLP
 from mtplab.checkpoint.lenses.matching import BLOCK
 from mtplab.checkpoint.strict_json import shown
 
 __all__ = ["VLLM"]
 
 _LAYERS = "vllm/model_executor/layers/quantization"
-_QKV = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 _ROUTER = Fixed(r"\.mlp\.gate$", "plain", "the router is never given a quantisation config")
 _INDEXER = Fixed(r"\.indexer\.", "unknown", "the indexer's projections are built in ways not looked at here")
 _EH = Fixed(r"\.eh_proj$", "plain", "eh_proj is a plain torch Linear (models/deepseek_mtp.py, glm4_moe_mtp.py)")
@@ -31,9 +31,14 @@ def _fp8(content: dict[str, Any]) -> str | None:
 
 
 def _modelopt(content: dict[str, Any]) -> str | None:
-    inner = content.get("quantization")
-    algorithm = inner.get("quant_algo") if isinstance(inner, dict) else content.get("quant_algo")
-    return None if algorithm else "quant_algo is missing"
+    said = content.get("quantization", content)
+    if not isinstance(said, dict):
+        return f"quantization is {shown(said)}, no object"
+    keys = ("exclude_modules",) if said is not content else ("ignore", "exclude_modules")
+    entries = next((said[key] for key in keys if key in said), [])
+    if not isinstance(entries, list):
+        return f"its list of what is not quantised is {shown(entries)}"
+    return None if said.get("quant_algo") else "quant_algo is missing"
 
 
 def _quark(content: dict[str, Any]) -> str | None:
@@ -97,7 +102,7 @@ def _mapped(*prefixes: tuple[str, str]) -> Any:
     return apply
 
 
-_GDN = {**_QKV, "in_proj_qkvz": ("in_proj_qkv", "in_proj_z"), "in_proj_ba": ("in_proj_b", "in_proj_a")}
+_GDN = {**QKV_AND_MLP, **GDN}
 _QWEN_FIXED = (
     _ROUTER,
     # https://github.com/vllm-project/vllm/pull/38650: NVFP4 files hold it in BF16 without listing it
@@ -135,6 +140,8 @@ VLLM = Engine(
         "modelopt": Method(
             rule="full name, inside, glob",
             keys=("quantization.exclude_modules", "ignore", "exclude_modules"),
+            skip_empty=False,
+            alone="quantization",
             reads="takes an entry for a full name, a part of one or a glob",
             source=f"{_LAYERS}/modelopt.py (ModelOptQuantConfigBase.is_layer_excluded)",
             refuses=_modelopt,
@@ -142,7 +149,9 @@ VLLM = Engine(
         ),
         "mxfp8": Method(
             rule="full name, inside, glob",
-            keys=("ignored_layers",),
+            keys=("quantization.exclude_modules", "ignored_layers"),
+            skip_empty=False,
+            alone="quantization",
             reads="takes an entry for a full name, a part of one or a glob",
             source=f"{_LAYERS}/modelopt.py (ModelOptMxFp8Config.from_config)",
             prepare=_stars,
@@ -184,7 +193,7 @@ VLLM = Engine(
     },
     families={
         "": Family(
-            fused=_QKV,
+            fused=QKV_AND_MLP,
             note="no names of this model family were looked at: asked with those on disk, q, k, v and gate, up fused",
         ),
         "qwen3_5": Family(
@@ -207,15 +216,12 @@ VLLM = Engine(
             entries=_mapped(("model.language_model.", "model.")),
             fixed=_QWEN_FIXED,
         ),
-        "qwen3_next": Family(fused=_QKV, fixed=_QWEN_FIXED),
+        "qwen3_next": Family(fused=QKV_AND_MLP, fixed=_QWEN_FIXED),
         "deepseek_v3": Family(
-            fused={
-                "gate_up_proj": ("gate_proj", "up_proj"),
-                "fused_qkv_a_proj": ("q_a_proj", "kv_a_proj_with_mqa"),
-            },
+            fused={"gate_up_proj": QKV_AND_MLP["gate_up_proj"], "fused_qkv_a_proj": MLA},
             fixed=(_ROUTER, _INDEXER, _EH, _SHARED_HEAD),
         ),
-        "glm4_moe": Family(fused=_QKV, fixed=(_ROUTER, _EH, _SHARED_HEAD)),
+        "glm4_moe": Family(fused=QKV_AND_MLP, fixed=(_ROUTER, _EH, _SHARED_HEAD)),
     },
     fp8_for_plain=Consequence(
         SILENT, "values are cast to codes without a scale, and its scale stays as it was made, with no message"

@@ -94,7 +94,7 @@ def test_a_depth_that_follows_the_context(found):
     stats = found.acceptance().schedule(plan)
     assert (stats.rounds, stats.drafted) == (len(rounds), sum(r[2] for r in rounds))
     for bad in (lambda at: np.full(at.shape, DEPTH + 1), lambda at: -np.ones(at.shape), lambda at: np.zeros(3)):
-        with pytest.raises(ConfigError, match="expected a depth from 0 to 6"):
+        with pytest.raises(ConfigError, match="expected whole depths from 0 to 6"):
             found.acceptance().schedule(bad)
 
 

@@ -2,8 +2,11 @@
 
 import numpy as np
 import pytest
+import torch
+from safetensors import safe_open
 
 import mtplab
+from mtplab.checkpoint import write_safetensors
 from mtplab.decode import AcceptanceStats
 from mtplab.errors import ConfigError
 from mtplab.study.trace import Trace, trace
@@ -81,3 +84,30 @@ def test_gates_and_schedules_lie_between_their_depths(fp8_model):
 def test_what_is_refused(fp8_model, arguments):
     with pytest.raises(ConfigError):
         trace(fp8_model, PROMPTS, **arguments)
+
+
+def test_depths_that_were_not_traced_or_are_none(fp8_model):
+    acceptance = trace(fp8_model, PROMPTS, max_depth=2, max_new_tokens=8).acceptance()
+    assert acceptance.gate(0.5, depth=0).rounds == acceptance.stats(0).rounds
+    for depths in (lambda at: np.full(at.shape, 3), lambda at: np.full(at.shape, 1.9), lambda at: np.zeros(1, int)):
+        with pytest.raises(ConfigError, match="whole depths from 0 to 2"):
+            acceptance.schedule(depths)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"log_p": torch.zeros(3, dtype=torch.float64)},
+        {"log_p": torch.zeros(3)},
+        {"hits": torch.zeros(5, 2, dtype=torch.bool)},
+        {"output_lengths": torch.zeros(4, dtype=torch.int64)},
+    ],
+)
+def test_a_file_whose_arrays_do_not_belong_together(fp8_model, tmp_path, change):
+    found = trace(fp8_model, PROMPTS, max_depth=2, max_new_tokens=8)
+    found.save(tmp_path / "trace.safetensors")
+    with safe_open(tmp_path / "trace.safetensors", "pt") as file:
+        arrays, facts = {name: file.get_tensor(name) for name in file.keys()}, file.metadata()  # noqa: SIM118
+    write_safetensors(tmp_path / "trace.safetensors", arrays | change, facts)
+    with pytest.raises(ConfigError, match="trace again"):
+        Trace.load(tmp_path / "trace.safetensors")

@@ -50,6 +50,12 @@ class Acceptance:
     def counts(self, depth: int | np.ndarray) -> Counts:
         """The counts of a depth, or of depths by slot [p, s]. Raises ConfigError past the trace's depth."""
         if isinstance(depth, np.ndarray):
+            whole = depth.dtype.kind in "iu" and depth.shape == self._alpha.shape[:2]
+            if not whole or ((depth < 0) | (depth > self.trace.max_depth)).any():
+                raise ConfigError(
+                    f"expected whole depths from 0 to {self.trace.max_depth}, as far as was traced, for each of "
+                    f"{self._alpha.shape[:2]} slots; found {depth.dtype} {depth.shape}"
+                )
             return expected_counts(self._alpha, self._slots, depth)
         if type(depth) is not int or not 0 <= depth <= self.trace.max_depth:
             raise ConfigError(f"depth is {depth!r}; expected 0 to {self.trace.max_depth}, as far as was traced")
@@ -102,12 +108,12 @@ class Acceptance:
         return found
 
     def schedule(self, depth_at: Callable[[np.ndarray], np.ndarray]) -> AcceptanceStats:
-        """The counts under a depth that follows the context: `depth_at` maps positions [p, s] to depths."""
+        """The counts under a depth that follows the context: `depth_at` maps positions [p, s] to whole depths.
+
+        Raises ConfigError for depths that are none.
+        """
         starts = self.trace.prompt_lengths[:, None] + 1 + np.arange(self._alpha.shape[1])
-        depths = np.asarray(depth_at(starts)).astype(int)
-        fits = depths.shape == starts.shape and not ((depths < 0) | (depths > self.trace.max_depth)).any()
-        if not fits:
-            raise ConfigError(f"expected a depth from 0 to {self.trace.max_depth} for each of {starts.shape} positions")
+        depths = np.asarray(depth_at(starts))
         return reduce(operator.add, _stats(self.counts(depths), self.trace.max_depth, True))
 
     def gate(self, confidence: float, depth: int | None = None) -> AcceptanceStats:
@@ -122,7 +128,8 @@ class Acceptance:
         self.counts(most)  # which checks it
         with np.errstate(invalid="ignore"):
             below = np.exp(self.trace.top[:, :most].astype(np.float64)) < confidence  # NaN: not below
-        first = np.where(below.any(1), below.argmax(1), most)
+        # argmax of nothing is an error, and at depth 0 there is nothing
+        first = np.where(below.any(1), below.argmax(1), most) if most else np.zeros(len(below), int)
         depths = np.zeros(self._alpha.shape[:2], int)
         for row, part in enumerate(np.split(first, np.cumsum(self._slots)[:-1])):
             depths[row, : len(part)] = part

@@ -28,7 +28,12 @@ if TYPE_CHECKING:
 __all__ = ["TRACE_SCHEMA", "Trace", "decoded", "trace", "traced"]
 
 TRACE_SCHEMA = 1
-_ARRAYS = ("tokens", "output_lengths", "prompt_lengths", "hits", "log_q", "top", "log_p")
+# array → (dtype as safetensors spells it, dimensions)
+_LAYOUT = {
+    "tokens": ("I32", 1), "output_lengths": ("I64", 1), "prompt_lengths": ("I64", 1), "hits": ("BOOL", 2),
+    "log_q": ("F32", 2), "top": ("F32", 2), "log_p": ("F32", 1),
+}  # fmt: skip
+_ARRAYS = tuple(_LAYOUT)
 
 
 @dataclass(frozen=True, eq=False)
@@ -137,9 +142,13 @@ class Trace:
         try:
             facts = json.loads(header.metadata["facts"])
             domains, settings, seconds = tuple(facts["domains"]), facts["settings"], facts["seconds"]
+            drawn = (settings["spec"]["draft_sampling"], settings["sampling"]["temperature"])
         except (ValueError, KeyError, TypeError):
             raise ConfigError(f"{path}: the trace's settings cannot be read; trace again.") from None
         dtypes = {"BOOL": np.bool_, "I32": np.int32, "I64": np.int64, "F32": np.float32}
+        kinds = {name: (info.dtype, len(info.shape)) for name, info in infos.items()}
+        if kinds != _LAYOUT or not isinstance(drawn[1], int | float):
+            raise ConfigError(f"{path}: the trace's arrays are {kinds}, expected {_LAYOUT}; trace again.")
         arrays = {}
         for name, info in infos.items():
             empty = not info.nbytes
@@ -148,7 +157,18 @@ class Trace:
                 if empty
                 else np.memmap(path, dtypes[info.dtype], "r", info.start, info.shape)
             )
-        return cls(**arrays, domains=domains, settings=settings, seconds=seconds)
+        found = cls(**arrays, domains=domains, settings=settings, seconds=seconds)
+        slots, prompts = len(found.log_p), len(found.output_lengths)
+        fits = (
+            found.hits.shape == found.log_q.shape == found.top.shape == (slots, found.hits.shape[1])
+            and len(found.prompt_lengths) == len(domains) == prompts
+            and bool((found.output_lengths >= 1).all())
+            and int((found.output_lengths - 1).sum()) == slots
+            and int(found.output_lengths.sum()) == len(found.tokens)
+        )
+        if not fits:
+            raise ConfigError(f"{path}: the trace's arrays do not belong together; trace again.")
+        return found
 
     def __repr__(self) -> str:
         prompts, slots = len(self.output_lengths), len(self.log_p)

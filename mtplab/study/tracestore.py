@@ -66,10 +66,18 @@ class TraceStore:
             return None
         found: dict[str, Any] = {}
         for info in header.tensors:
+            if info.dtype not in TORCH_DTYPES:
+                return None
             # copy on write: torch takes no array that it may not write to
             raw = np.memmap(path, np.uint8, "c", info.start, (info.nbytes,)) if info.nbytes else np.zeros(0, np.uint8)
             found[info.name] = torch.from_numpy(raw).view(TORCH_DTYPES[info.dtype]).view(info.shape)
-        if found.keys() != {"tokens", "lengths", "hidden", "log_p"}:
+        kinds = {"tokens": (torch.int32, 1), "lengths": (torch.int64, 1), "log_p": (torch.float32, 1)}
+        fits = found.keys() == {*kinds, "hidden"} and found["hidden"].dim() == 2
+        if not fits or any((found[name].dtype, found[name].dim()) != kind for name, kind in kinds.items()):
+            return None
+        lengths = found["lengths"]
+        slots = int(lengths.sum()) - len(lengths)
+        if lengths.lt(1).any() or int(lengths.sum()) != len(found["tokens"]) or len(found["log_p"]) != slots:
             return None
         tokens = [part.tolist() for part in found["tokens"].split(found["lengths"].tolist())]
         return TargetOutput(tokens, found["hidden"], found["log_p"].numpy())

@@ -50,6 +50,10 @@ def exclude(
             "names and globs with commas between; what none covers is FP8 in every set.  [default: fused]",
         ),
     ] = None,
+    portable: Annotated[
+        bool,
+        typer.Option("--portable", help="Keep in BF16 what one engine or another builds so whatever the list says."),
+    ] = False,
     depth: Annotated[int, typer.Option(metavar="K", help="Draft tokens per round.")] = 3,
     prompts: Annotated[
         Path | None,
@@ -90,9 +94,11 @@ def exclude(
     \b
     Examples:
       mtplab exclude data/tiny-qwen3_5
-      mtplab exclude data/tiny-qwen3_5 --al-budget 1% --kl-budget 0.004 --groups kind
+      mtplab exclude data/tiny-qwen3_5 --portable --al-budget 1% --kl-budget 0.004 --groups kind
       mtplab exclude data/tiny-qwen3_5 --groups "mtp.fc,*.out_proj,*.o_proj" --limit 2 --json
     """
+    from mtplab.checkpoint import open_checkpoint
+    from mtplab.checkpoint.convert.foresee import foreseen, never_fp8_anywhere
     from mtplab.study.exclusion_meter import ExclusionMeter
     from mtplab.study.exclusion_search import search_exclusions
     from mtplab.study.prompts import load_prompts
@@ -102,9 +108,11 @@ def exclude(
     mine = every.narrowed(limit=limit)
     others = [prompt for prompt in every.narrowed(limit=2 * limit).prompts if prompt not in mine.prompts]
     asked = names("--groups", groups or ["fused"])
+    opened = open_checkpoint(path)
     meter = ExclusionMeter(
         path,
         groups=asked[0] if len(asked) == 1 else asked,
+        keep=never_fp8_anywhere(opened) if portable and opened.quantization is None else (),
         prompts=mine,
         depth=depth,
         max_new_tokens=max_new_tokens,
@@ -123,13 +131,15 @@ def exclude(
             confirm=meter.over(others, seed + 1) if others else None,
             progress=progress,
         )
+    engines = None if found.exclude is None else foreseen(opened, found.exclude).sentence
     if as_json:
-        print_json(found.to_dict())
+        print_json(found.to_dict() | {"kept_always": sorted(meter.fixed), "engines": engines})
         return
     say(found.sensitivity)
     say()
     say(found.sentence())
     if found.exclude is not None:
+        say(f"Engines: {engines}")
         say()
         say(f"mtplab quantize {shlex.quote(str(path))} OUT --exclude {shlex.quote(','.join(found.exclude))}")
 

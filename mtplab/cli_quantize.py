@@ -48,8 +48,9 @@ def quantize(
         list[str] | None,
         typer.Option(
             metavar="SET",
-            help="Modules kept in BF16: published, none, or names and globs with commas between; of an FP8 source, "
-            "those to be made BF16.  [default: published; what an FP8 source keeps]",
+            help="Modules kept in BF16: published, none (the text model's linear weights all become FP8), or names and "
+            "globs with commas between; of an FP8 source, those to be made BF16.  [default: published; what an FP8 "
+            "source keeps]",
         ),
     ] = None,
     draft_exclude: Annotated[

@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 
 import mtplab
+from mtplab.checkpoint.convert.foresee import foreseen, never_fp8_anywhere
 from mtplab.checkpoint.planted import plant
 from mtplab.cli import main
 from mtplab.decode import Cancelled
 from mtplab.errors import CheckpointError, ConfigError
-from mtplab.report import pareto, sensitivity_bars
+from mtplab.report import estimate_check, pareto, sensitivity_bars, sensitivity_table
 from mtplab.study.exclusion_meter import ExclusionMeter, Measured, kl_change, length_change, relative_loss
 from mtplab.study.exclusion_search import Better, search_exclusions
 from mtplab.study.module_groups import module_groups
@@ -53,7 +54,9 @@ def test_exactly_the_planted_modules_are_found(found, planted):
 def test_the_list_is_taken_as_it_is(found, planted, tmp_path, capsys):
     exclude = ",".join(found.exclude)
     assert main(["quantize", str(planted.path), str(tmp_path / "out"), "--exclude", exclude]) == 0
-    capsys.readouterr()
+    # what engines make of it was said before anything was written
+    looks = foreseen(mtplab.open_checkpoint(planted.path), found.exclude)
+    assert f"engines     {looks.sentence}\n" in capsys.readouterr().out
     plan = mtplab.open_checkpoint(tmp_path / "out").plan()
     high = [m.name for m in plan.modules if m.kind == "linear" and m.weight != "fp8"]
     assert high == [m.name for m in plan.modules if m.name in planted.modules]
@@ -125,6 +128,10 @@ def test_kl_adds_up_where_errors_are_independent_and_is_not_offered_elsewhere(bu
     half = meter.groups[::2]
     assert told.estimated_kl(half) == pytest.approx(meter.measure(half).mean_kl.value, rel=0.35)
     assert told.estimated_kl(meter.groups) == 0
+    # all in FP8, all but one layer of four, and the half: every set of two layers or more, and each of them is near
+    pairs = told.estimates(meter.measured.values())
+    assert len(pairs) == 6 and all(mine == pytest.approx(sum_, rel=0.35) for mine, sum_ in pairs)
+    assert told.estimated_kl(["model.layers.0.mlp.down_proj"]) is None  # a part of a group
     assert replace(told, additivity=replace(told.additivity, ratio=2.0)).estimated_kl(half) is None
     # where a module is in no group, there is no sum to take
     assert sensitivity(ExclusionMeter(bundled, ["mtp.*"], **SMALL)).additivity is None
@@ -184,6 +191,9 @@ def test_figures_say_what_they_show(found):
     bars, front = sensitivity_bars(found.sensitivity), pareto(found)
     assert "24 groups" in bars.alt and "model.layers.1.mlp.gate_proj+up_proj" in bars.alt and "mtp.fc" in bars.alt
     assert f"{len(found.points)} sets" in front.alt and "recommended" in front.alt
+    check = estimate_check(replace(found, sensitivity=replace(found.sensitivity, additivity=None)))
+    assert "sums are no estimate" in check.alt
+    assert sensitivity_table(found.sensitivity).count("<tr>") == 25
     assert bars.png[:4] == front.png[:4] == b"\x89PNG"
 
 
@@ -234,6 +244,21 @@ def test_groups(grouping, expected):
     assert sizes == expected
     assert all(g.nbytes == 40 * len(g.modules) for g in groups)
     assert [g.part for g in groups if "mtp" in g.modules[0]] == ["draft"] * sum("mtp" in g.modules[0] for g in groups)
+
+
+def test_a_portable_list_loads_everywhere(bundled):
+    """The modules that SGLang and lmdeploy build in BF16 unasked; with them kept no engine goes wrong."""
+    source = mtplab.open_checkpoint(bundled)
+    keep = never_fp8_anywhere(source)
+    parts = {name.rpartition(".")[2] for name in keep}
+    assert parts == {"in_proj_a", "in_proj_b", "fc"} and len(keep) == 7
+    assert "wrong" in foreseen(source, "none").sentence
+    assert {item.worst for item in foreseen(source, keep).looks} == {"right"}
+    meter = ExclusionMeter(bundled, "part", keep=keep, prompts=["The", "In"], max_new_tokens=4)
+    assert sorted(meter.all_fp8.excluded) == keep and not {*keep} & {n for g in meter.groups for n in g.modules}
+    assert meter.bf16.mean_kl.value == 0 and sensitivity(meter).additivity.ratio == pytest.approx(1)
+    with pytest.raises(ConfigError, match="keep: 'mtp.norm'"):
+        ExclusionMeter(bundled, keep=["mtp.norm"])
 
 
 def test_kinds_go_over_all_layers(bundled):

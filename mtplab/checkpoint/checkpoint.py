@@ -13,7 +13,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from mtplab.checkpoint.config_json import find_quantization, read_config
+from mtplab.checkpoint.config_json import CONFIG_FILE, find_quantization, read_config
+from mtplab.checkpoint.draft_layouts import OWN_COUNT
 from mtplab.checkpoint.formats import Format, QuantizationConfig, parse
 from mtplab.checkpoint.header import TensorInfo
 from mtplab.checkpoint.index import Files, find_files
@@ -109,7 +110,7 @@ class Checkpoint:
 
     def _layer_problems(self) -> Iterator[Problem]:
         """Where config.json counts other layers than the files hold."""
-        reach, where = Reach(self.config), self.files.folder / "config.json"
+        reach, where = Reach(self.config), self.files.folder / CONFIG_FILE
         by_reason: dict[str, list[str]] = {}
         for name in self.tensors:
             why = reach.unread(name)
@@ -124,7 +125,7 @@ class Checkpoint:
         if reach.heads and not any(normalised(name).startswith("mtp.") for name in self.tensors):
             yield Problem(
                 "warning", "missing-head", "",
-                f"{where}: mtp_num_hidden_layers is {reach.heads}, but no tensor is named mtp.*: there is no head to "
+                f"{where}: {OWN_COUNT} is {reach.heads}, but no tensor is named mtp.*: there is no head to "
                 "load. Set it to 0 to run the model without one, or take a checkpoint that has its head.",
             )  # fmt: skip
 
@@ -248,14 +249,12 @@ class Checkpoint:
         """What becomes of every module, and the rule that decided. Reads no values.
 
         Args:
-            exclude: None, "published" (as the checkpoint was published; for a BF16 one quantised as it is
-            loaded,
-                what Qwen's releases leave out), "none", or a list of module names and globs over names as on
-                disk, in which "published" may stand too. Either root matches: `model.layers.*` or
+            exclude: None, "published" (as the checkpoint was published; for a BF16 one quantised as it is loaded,
+                what releases leave out, `exclusions.PUBLISHED`), "none", or a list of module names and globs over
+                names as on disk, in which "published" may stand too. Either root matches: `model.layers.*` or
                 `model.language_model.layers.*`.
             draft_exclude: the same for the draft head; None means the same as `exclude`.
-            model_format: None, or "fp8" to quantise the linear weights of a BF16 checkpoint in 128x128
-            blocks as
+            model_format: None, or "fp8" to quantise the linear weights of a BF16 checkpoint in 128x128 blocks as
                 they are loaded. On an FP8 checkpoint it changes nothing, and the rule says so.
 
         Raises CheckpointError where headers show a weight to be unusable, ConfigError for a pattern that

@@ -16,14 +16,14 @@ from mtplab.checkpoint.names import nearest, normalised
 from mtplab.checkpoint.strict_json import shown
 from mtplab.errors import CheckpointError, ConfigError
 
-__all__ = ["PRESETS", "QWEN_PUBLISHED", "ListedModules", "UserPatterns", "parse_exclude"]
+__all__ = ["PRESETS", "PUBLISHED", "ListedModules", "UserPatterns", "parse_exclude"]
 
 PRESETS = ("published", "none")
 
-# what Qwen's block-FP8 releases keep in BF16 (Qwen3.5-27B-FP8, Qwen3-Next-80B-A3B-FP8:
-# modules_to_not_convert),
-# as globs over normalised names; the default when a BF16 checkpoint is quantised as it is loaded
-QWEN_PUBLISHED: tuple[str, ...] = (
+# what is kept in high precision by default when plain weights are quantised, as they are loaded or in a file, as globs
+# over normalised names. A vision tower is no part of what is run, and stays whatever is asked.
+PUBLISHED: tuple[str, ...] = (
+    # what Qwen's block-FP8 releases keep (Qwen3.5-27B-FP8, Qwen3-Next-80B-A3B-FP8: modules_to_not_convert)
     "lm_head",
     "*embed_tokens",
     "*norm",
@@ -31,10 +31,14 @@ QWEN_PUBLISHED: tuple[str, ...] = (
     "*.linear_attn.in_proj_a",
     "*.linear_attn.in_proj_b",
     "*.linear_attn.in_proj_ba",
-    "*.mlp.gate",
     "*.mlp.shared_expert_gate",
     "mtp.fc",
-    "*visual.*",
+    # what other families do: routers, and a draft head's copy of the vocabulary head and what joins its two inputs
+    "*.gate",
+    "*.router",
+    "*.router.*",
+    "*.eh_proj",
+    "*.shared_head.head",
 )
 
 # a module lies at most so deep

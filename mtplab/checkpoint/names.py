@@ -1,7 +1,8 @@
 """What a tensor's name says: its module, the part of the model it belongs to, the kind of module.
 
 Names stay as they stand on disk; only for comparison are the roots that different writers use made alike.
-Knows nothing of dtypes or quantisation, and of a family no more than how its layers and its draft head are named.
+Knows nothing of dtypes or quantisation, and of a family no more than how its layers and its draft head
+(`draft_layouts.py`) are named.
 """
 
 from __future__ import annotations
@@ -12,8 +13,18 @@ from collections.abc import Iterable
 from typing import Any
 
 from mtplab.checkpoint.config_json import text_config
+from mtplab.checkpoint.draft_layouts import BEHIND_COUNT, OWN_COUNT, ROOTS
 
-__all__ = ["Reach", "draft_prefixes", "kind_of", "module_of", "nearest", "normalised", "part_of"]
+__all__ = [
+    "Reach",
+    "draft_prefixes",
+    "kind_of",
+    "module_of",
+    "nearest",
+    "normalised",
+    "of_other_senses",
+    "part_of",
+]
 
 # the multimodal wrapper's roots, and what the text model alone writes in their place
 _ROOTS = (
@@ -23,8 +34,8 @@ _ROOTS = (
 )
 _WRAPPED = tuple(root for root, _ in _ROOTS)
 _PARAMETERS = ("weight", "bias")
-_DRAFT_ROOTS = ("mtp.", "model.mtp.", "model.mtp_layers.")  # Qwen3.5, MiMo-V2, MiMo-7B
-_VISION = ("model.visual.", "visual.")
+# vision and audio towers and what joins them to the text model
+_SENSES = re.compile(r"(?:^|\.)(?:visual|vision_\w+|audio_\w+|image_\w+|\w*projector)(?:\.|$)")
 _LAYER = re.compile(r"(model|mtp)\.layers\.([0-9]{1,9})\.")
 _COMPARED = 500  # characters of names that may be told for neighbours
 _EMBEDDINGS = {"embed_tokens", "embed", "wte", "word_embeddings", "tok_embeddings", "embeddings"}
@@ -53,12 +64,12 @@ def draft_prefixes(config: dict[str, Any]) -> tuple[str, ...]:
     + i}`.
     """
     layers, extra = _behind(text_config(config))
-    return (*_DRAFT_ROOTS, *(f"model.layers.{layers + i}." for i in range(extra)))
+    return (*ROOTS, *(f"model.layers.{layers + i}." for i in range(extra)))
 
 
 def _behind(text: dict[str, Any]) -> tuple[int, int]:
     """(decoder layers, draft layers named behind them), 0 where config.json says nothing that can be used."""
-    layers, extra = text.get("num_hidden_layers"), text.get("num_nextn_predict_layers")
+    layers, extra = text.get("num_hidden_layers"), text.get(BEHIND_COUNT)
     if type(layers) is not int or not 0 < layers < 100_000:
         return 0, 0
     return layers, extra if type(extra) is int and 0 < extra <= 64 else 0
@@ -69,7 +80,7 @@ class Reach:
 
     def __init__(self, config: dict[str, Any]) -> None:
         text = text_config(config)
-        heads = text.get("mtp_num_hidden_layers")
+        heads = text.get(OWN_COUNT)
         if heads is None and str(text.get("model_type", config.get("model_type"))).startswith("qwen3_5"):
             heads = 0  # what its readers take it for
         self.heads = heads if type(heads) is int else None
@@ -78,16 +89,21 @@ class Reach:
     def unread(self, module: str) -> str | None:
         """Why no run reads the module, or None."""
         name = normalised(module)
-        if name.startswith(_VISION):
-            return "part of the vision tower, and only the text model is run"
+        if of_other_senses(module):
+            return "part of the vision tower or its like, and only the text model is run"
         if self.heads == 0 and name.startswith("mtp."):
-            return "of an MTP head, of which config.json counts 0 (mtp_num_hidden_layers)"
+            return f"of an MTP head, of which config.json counts 0 ({OWN_COUNT})"
         layer = _LAYER.match(name)
         count = self._counts[layer[1]] if layer else None
         if layer is None or count is None or int(layer[2]) < count:
             return None
-        key = {"model": "num_hidden_layers", "mtp": "mtp_num_hidden_layers"}[layer[1]]
+        key = {"model": "num_hidden_layers", "mtp": OWN_COUNT}[layer[1]]
         return f"behind the last layer that config.json counts ({count}, by {key})"
+
+
+def of_other_senses(name: str) -> bool:
+    """Whether a module or tensor belongs to what a multimodal model sees or hears with, not to its text model."""
+    return _SENSES.search(name) is not None
 
 
 def part_of(module: str, drafts: tuple[str, ...]) -> str:

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from functools import cached_property
 from typing import NamedTuple
 
-from mtplab.checkpoint.formats import Format, QuantizationConfig, Scheme
+from mtplab.checkpoint.formats import Format, QuantizationConfig, Scheme, formats
 from mtplab.checkpoint.formats.known import PACKED_BESIDE, PACKED_SUFFIXES
 from mtplab.checkpoint.header import FP8_DTYPES, TensorInfo
 from mtplab.checkpoint.names import module_of
@@ -17,7 +17,7 @@ from mtplab.checkpoint.scale_grid import expected_shapes, scale_block
 from mtplab.checkpoint.strict_json import shown
 from mtplab.errors import CheckpointError
 
-__all__ = ["INPUT_SCALE_SUFFIXES", "KV_SCALE_SUFFIXES", "Pair", "Pairing", "Problem"]
+__all__ = ["INPUT_SCALE_SUFFIXES", "KV_SCALE_SUFFIXES", "SCALE_SUFFIXES", "Pair", "Pairing", "Problem"]
 
 # of activations: AutoFP8 and most others, transformers, ModelOpt's stacked experts
 INPUT_SCALE_SUFFIXES = (".input_scale", ".activation_scale", ".qscale_act", "_input_scale")
@@ -29,6 +29,16 @@ _SCALE_DTYPES = ("F32", "BF16", "F16", "F8_E8M0", "U8")
 _BYTES = ("I8", "U8")  # how writers stored FP8 codes before safetensors had dtypes for them
 _INTEGERS = ("I8", "U8", "I16", "U16", "I32", "U32", "I64", "U64")
 _UNQUALIFIED = ("_scale", ".scale")  # names that parameters other than scales have too
+# every ending by which a tensor is a scale, of weights too, but for those that other parameters have as well
+SCALE_SUFFIXES = tuple(
+    dict.fromkeys(
+        (
+            *INPUT_SCALE_SUFFIXES,
+            *KV_SCALE_SUFFIXES,
+            *(scale for fmt in formats() for _, scale in fmt.pairs if scale not in _UNQUALIFIED),
+        )
+    )
+)
 _MAX_LISTED = 6
 
 

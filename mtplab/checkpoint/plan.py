@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from mtplab.checkpoint.exclusions import QWEN_PUBLISHED, ListedModules, UserPatterns, parse_exclude
+from mtplab.checkpoint.exclusions import PUBLISHED, ListedModules, UserPatterns, parse_exclude
 from mtplab.checkpoint.formats import QuantizationConfig, Scheme
 from mtplab.checkpoint.header import DTYPE_BITS, PLAIN_FLOATS, TensorInfo
 from mtplab.checkpoint.names import Reach, draft_prefixes, kind_of, module_of, nearest, part_of
@@ -129,7 +129,7 @@ def make_plan(
     wanted = parse_exclude(exclude)
     wanted_draft = wanted if draft_exclude is None else parse_exclude(draft_exclude, "draft_exclude")
     grouped = _group(tensors, pairing)
-    published = QWEN_PUBLISHED if quantization is None else ()
+    published = PUBLISHED if quantization is None else ()
     target, draft = UserPatterns(wanted, published), UserPatterns(wanted_draft, published)
     target.check(list(grouped), "exclude")
     if draft_exclude is not None:

@@ -9,15 +9,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from io import FileIO
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
 from mtplab.checkpoint.header import TensorInfo
 from mtplab.checkpoint.pairing import Pair
-from mtplab.checkpoint.strict_json import open_regular, shown
+from mtplab.checkpoint.strict_json import shown
+from mtplab.checkpoint.tensor_file import TensorFile
 from mtplab.errors import CheckpointError
 from mtplab.kernels.fp8_reference import dequantize_block, has_nan_codes
 
@@ -57,8 +56,6 @@ TORCH_DTYPES: dict[str, torch.dtype] = {
     "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
 }
 
-# Linux reads at most 2 GiB in one call
-_READ_AT_MOST = 1 << 30
 _BAND_BYTES = 1 << 20
 
 
@@ -85,8 +82,8 @@ def read_tensor(info: TensorInfo) -> torch.Tensor:
 
     Raises CheckpointError where the file has become shorter than its header says, or torch has no such dtype.
     """
-    with _File(info.file) as file:
-        return file.tensor(info)
+    with TensorFile(info.file) as file:
+        return _stored(file, info)
 
 
 def read_rows(info: TensorInfo, start: int, stop: int) -> torch.Tensor:
@@ -164,12 +161,11 @@ def plain_bands(info: TensorInfo) -> Iterator[tuple[int, int, torch.Tensor]]:
     step = _rows_at_a_time(total, k)
     width = info.nbytes // max(1, total * k)
     raw, own = torch.empty(step * k * width, dtype=torch.uint8), torch.empty(step, k)
-    with _File(info.file) as file:
-        file.seek_to(info)
+    with TensorFile(info.file) as file:
         for start in range(0, total, step) if step and k else ():
             stop = min(total, start + step)
             part = raw[: (stop - start) * k * width]
-            file.fill(part, info)
+            file.fill(info, start * k * width, part)
             yield start, stop, own[: stop - start].copy_(part.view(dtype).view(-1, k))
 
 
@@ -185,14 +181,13 @@ def _bands(pair: Pair, out: torch.Tensor | None) -> Iterator[tuple[int, int, tor
     step = _rows_at_a_time(total, k)
     band = torch.empty(step * k, dtype=torch.uint8)
     own = torch.empty(step, k) if out is None else None
-    with _File(info.file) as file:
+    with TensorFile(info.file) as file:
         beside = pair.scale.file == info.file  # as in most exports: a file is opened once for the pair
-        scale = _scale(file.tensor(pair.scale) if beside else read_tensor(pair.scale), pair)
-        file.seek_to(info)
+        scale = _scale(_stored(file, pair.scale) if beside else read_tensor(pair.scale), pair)
         for start in range(0, total, step) if step else ():
             stop = min(total, start + step)
             raw = band[: (stop - start) * k]
-            file.fill(raw, info)
+            file.fill(info, start * k, raw)
             codes = raw.view(TORCH_DTYPES[pair.dtype]).view(-1, k)
             if has_nan_codes(codes):
                 read_scaled(pair)  # raises, having counted all of them
@@ -256,40 +251,9 @@ def _memory(info: TensorInfo, shape: int | tuple[int, ...], dtype: torch.dtype) 
         ) from None
 
 
-class _File(FileIO):
-    """An open safetensors file, from which tensors are read where their headers say they lie."""
-
-    def __init__(self, path: Path):
-        descriptor, self.size = open_regular(path, "a safetensors file")
-        super().__init__(descriptor)
-
-    def tensor(self, info: TensorInfo) -> torch.Tensor:
-        """The tensor as stored."""
-        dtype = _torch_dtype(info)
-        raw = _memory(info, info.nbytes, torch.uint8)
-        self.seek_to(info)
-        self.fill(raw, info)
-        return raw.view(dtype).view(info.shape)
-
-    def seek_to(self, info: TensorInfo) -> None:
-        """Go to the tensor's first byte."""
-        if self.size < info.end:
-            raise CheckpointError(
-                f"{_where(info)} needs bytes {info.start} to {info.end}, the file now has {self.size}: it changed or "
-                "was truncated."
-            )
-        self.seek(info.start)
-
-    def fill(self, raw: torch.Tensor, info: TensorInfo) -> None:
-        """Fill `raw` uint8 [n] with the next n bytes, which are the tensor's."""
-        view, done = memoryview(raw.numpy()), 0
-        try:
-            while done < len(view):
-                got = self.readinto(view[done : done + _READ_AT_MOST])
-                if not got:
-                    raise CheckpointError(
-                        f"{_where(info)}: expected {info.nbytes} bytes, the file ended before: truncated."
-                    )
-                done += got
-        except OSError as error:
-            raise CheckpointError(f"{_where(info)} cannot be read: {error.strerror}.") from None
+def _stored(file: TensorFile, info: TensorInfo) -> torch.Tensor:
+    """The tensor as stored."""
+    dtype = _torch_dtype(info)
+    raw = _memory(info, info.nbytes, torch.uint8)
+    file.fill(info, 0, raw)
+    return raw.view(dtype).view(info.shape)

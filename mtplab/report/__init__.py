@@ -24,6 +24,8 @@ _WHERE = {
     "GemmPanel": "gemm_panel",
     "pareto": "exclusion_figures",
     "sensitivity_bars": "exclusion_figures",
+    "sensitivity_table": "exclusion_figures",
+    "estimate_check": "exclusion_figures",
     "AdvisePanel": "advise_panel",
     "speedup_by_depth": "advise_figures",
     "best_depth_map": "advise_figures",

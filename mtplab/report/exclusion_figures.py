@@ -14,9 +14,11 @@ from matplotlib.patches import Patch
 from mtplab.report.figures import new_figure, nothing_drawn, style_axes
 from mtplab.report.palette import BLUE, GREEN, INK, ORANGE, PAPER, PURPLE, VERMILLION
 from mtplab.report.picture import Picture
+from mtplab.report.tables import html_table
 from mtplab.report.text import human_bytes, plain, plot_label
+from mtplab.study.sensitivity import shown
 
-__all__ = ["pareto", "sensitivity_bars"]
+__all__ = ["estimate_check", "pareto", "sensitivity_bars", "sensitivity_table"]
 
 MOST = 40  # bars that still have readable names
 _PARTS = {"target": BLUE, "draft": VERMILLION}
@@ -36,13 +38,13 @@ def sensitivity_bars(found: Any) -> Picture:
     figure = new_figure(1.6 + 0.24 * max(4, len(rows)))
     left, right = figure.subplots(1, 2, sharey=True)
     style_axes(left, "Alone in FP8: target's KL", "Millinats per token", "")
-    style_axes(right, f"Alone in FP8: acceptance, depth {found.depth}", "Change, tokens per round", "")
+    style_axes(right, "Alone in FP8: acceptance", f"Change, tokens per round at depth {found.depth}", "")
     if not rows:
         return Picture(nothing_drawn(figure, left, right), "Sensitivity of modules: there are none.")
     for at, row in enumerate(rows):
         _bar(left, at, row.kl, 1e3, _PARTS[row.group.part])
         _bar(right, at, row.length, 1, _PARTS[row.group.part])
-    left.set_yticks(range(len(rows)), [plot_label(row.group.name, 46) for row in rows], fontsize=8)
+    left.set_yticks(range(len(rows)), [plot_label(row.group.name, 52) for row in rows], fontsize=8)
     left.invert_yaxis()
     right.axvline(0, color=INK, linewidth=0.8)
     handles = [Patch(color=colour, label=part) for part, colour in _PARTS.items()]
@@ -66,6 +68,47 @@ def _bars_alt(found: Any) -> str:
         f"Bar chart of {len(found.rows)} groups of modules, each alone in FP8. Highest KL: {plain(worst.group.name)}, "
         f"{worst.kl.value * 1e3:.3g} millinats per token. Acceptance length changes beyond chance with "
         f"{len(shown)} of them{': ' + lengths if shown else ''}."
+    )
+
+
+def sensitivity_table(found: Any) -> str:
+    """HTML: every group's cost alone in FP8 and what keeping it alone brings back, ± half a 95 % interval."""
+    body = [
+        (
+            row.group.name,
+            row.group.part,
+            human_bytes(row.group.nbytes),
+            *(shown(change, 1e3) for change in (row.kl, row.kl_back)),
+            *(shown(change, 1) for change in (row.length, row.length_back)),
+        )
+        for row in found.rows
+    ]
+    head = ("Modules", "Part", "FP8 saves", "KL alone", "KL back", "Length alone", "Length back")
+    caption = "KL in millinats per token, acceptance length in tokens per round; within chance in parentheses"
+    return html_table(head, body, caption, left=2, height="32em")
+
+
+def estimate_check(found: Any) -> Picture:
+    """The sum of single KLs against the KL measured, for every set that a search measured.
+
+    Args:
+        found: an `ExclusionSearch`.
+    """
+    figure = new_figure(3.8, 5.5)
+    axes = figure.add_subplot()
+    style_axes(axes, "Does KL add up?", "Measured KL (millinats per token)", "Sum of single KLs (millinats)")
+    pairs = [(a * 1e3, b * 1e3) for a, b in found.sensitivity.estimates(found.points)]
+    if not pairs:
+        return Picture(nothing_drawn(figure, axes), "KL of sets against sums of single KLs: sums are no estimate here.")
+    most = max(max(pair) for pair in pairs)
+    axes.plot([0, most], [0, most], color=INK, linewidth=0.9, linestyle="--", label="as measured")
+    axes.plot(*zip(*pairs, strict=True), "o", color=BLUE, markersize=4.5, label="a set")
+    axes.legend(frameon=False, fontsize=10)
+    off = sorted(b / a - 1 for a, b in pairs if a)
+    return Picture(
+        figure,
+        f"Scatter chart of {len(pairs)} sets, sum of single KLs against measured KL. The sum is off by "
+        f"{100 * off[0]:+.1f} to {100 * off[-1]:+.1f} %, {100 * off[len(off) // 2]:+.1f} % in the median.",
     )
 
 

@@ -107,7 +107,7 @@ class ExclusionMeter:
 
     Args:
         checkpoint: its folder.
-        groups: see `module_groups`.
+        groups, keep: see `module_groups`.
         prompts: strings or lists of ids; the bundled ones, two of each domain, if None.
         depth: draft tokens per round, 1 to 16, at which acceptance is taken (greedy decoding).
         max_new_tokens: per prompt, for acceptance and for the texts that KL is taken over, which the BF16 model
@@ -125,6 +125,7 @@ class ExclusionMeter:
         self,
         checkpoint: str | os.PathLike[str],
         groups: str | Sequence[str] = "fused",
+        keep: Sequence[str] = (),
         prompts: Any = None,
         depth: int = 3,
         max_new_tokens: int = 32,
@@ -140,7 +141,7 @@ class ExclusionMeter:
         from mtplab.study.prompts import load_prompts
 
         opened = open_checkpoint(checkpoint)
-        self.groups = module_groups(opened, groups)
+        self.groups = module_groups(opened, groups, keep)
         if type(depth) is not int or not 1 <= depth <= MAX_DEPTH:
             raise ConfigError(f"depth is {depth!r:.60}; expected a whole number from 1 to {MAX_DEPTH}")
         found = load_prompts(prompts) if prompts is not None else load_prompts().narrowed(limit=2)
@@ -155,7 +156,7 @@ class ExclusionMeter:
         plan = self.model.checkpoint.plan(exclude="none", model_format="fp8")
         self.modules = {m.name: m.part for m in plan.modules if m.weight == "fp8"}
         grouped = {name for group in self.groups for name in group.modules}
-        self.fixed = frozenset(name for name in self.modules if name not in grouped and never_fp8(name))
+        self.fixed = frozenset(keep) | {name for name in self.modules.keys() - grouped if never_fp8(name)}
         self._last = self.model
         self._outputs: dict[frozenset[str], Any] = {}
         self._results = None if results is None else Path(results)
@@ -177,7 +178,7 @@ class ExclusionMeter:
 
     @cached_property
     def all_fp8(self) -> Measured:
-        """Nothing excluded but what engines never build in FP8."""
+        """Nothing excluded but what is kept in every set."""
         return self.measure(())
 
     @cached_property

@@ -185,6 +185,16 @@ class ExclusionSearch:
         words.append(self._about_published())
         return " ".join(words)
 
+    def _names(self, point: Measured) -> str:
+        """What a set keeps, group by group where it keeps whole ones."""
+        left = set(point.excluded)
+        words = []
+        for row in self.sensitivity.rows:
+            if left >= set(row.group.modules):
+                words.append(row.group.name)
+                left -= set(row.group.modules)
+        return ", ".join([*words, *sorted(left)]) or "nothing"
+
     def _about_published(self) -> str:
         name = (
             f"the published list ({self.published.nbytes:,} bytes, KL {_plus_minus(self.published.mean_kl, 1, '.2g')})"
@@ -194,7 +204,7 @@ class ExclusionSearch:
             return f"None of them dominates {name} in bytes, KL and acceptance."
         shown = not (best.kl.within_chance and best.length.within_chance)
         verb = "dominates" if shown else "is smaller, with no loss shown, than"
-        words = [f"One {verb} {name}: {_against(best)}."]
+        words = [f"One {verb} {name}: {_against(best)}, with {self._names(best.measured)} in BF16."]
         if self.confirmed is not None and self.confirmed.better is not None:
             verdict = "this holds too" if self.confirmed.better.dominates else "this does not hold"
             words.append(f"On {self.confirmed.prompts} other prompts {verdict}: {_against(self.confirmed.better)}.")

@@ -42,7 +42,9 @@ class ModuleGroup:
         return self.name
 
 
-def module_groups(checkpoint: Any, grouping: str | Sequence[str] = "fused") -> list[ModuleGroup]:
+def module_groups(
+    checkpoint: Any, grouping: str | Sequence[str] = "fused", keep: Sequence[str] = ()
+) -> list[ModuleGroup]:
     """Every linear module that can be FP8, grouped, in the plan's order.
 
     Args:
@@ -50,6 +52,7 @@ def module_groups(checkpoint: Any, grouping: str | Sequence[str] = "fused") -> l
         grouping: "fused" (what engines build as one, a layer's experts together), "module" (each by itself), "kind"
             (one projection over all layers), "layer", "part" (the target's, the draft's), or a list of names and
             globs: a group each, and a module that none covers is FP8 in every set.
+        keep: modules, by their names on disk, that stay BF16 in every set and are in no group.
 
     A vocabulary head and routers, which engines build in BF16 whatever a list says, are in no group but one that
     names them, and BF16 in every set. Raises CheckpointError for a checkpoint that is quantised,
@@ -63,7 +66,11 @@ def module_groups(checkpoint: Any, grouping: str | Sequence[str] = "fused") -> l
         )
     stored = checkpoint.plan().by_name
     plan = checkpoint.plan(exclude="none", model_format="fp8")
+    kept = set(keep)
     saved = {m.name: stored[m.name].loaded_nbytes - m.loaded_nbytes for m in plan.modules if m.weight == "fp8"}
+    for name in kept:
+        if saved.pop(name, None) is None:
+            raise ConfigError(f"keep: {name!r:.80} is no linear module of the checkpoint; expected names as on disk")
     parts = {m.name: "draft" if m.part == "draft" else "target" for m in plan.modules}
     if not saved:
         raise CheckpointError(f"{checkpoint.path}: expected linear weights that FP8 could hold, found none.")

@@ -21,7 +21,7 @@ from mtplab.study.exclusion_meter import Change, ExclusionMeter, Measured, kl_ch
 from mtplab.study.interval import jackknife, without_one
 from mtplab.study.module_groups import ModuleGroup
 
-__all__ = ["Additivity", "Sensitivity", "SensitivityRow", "sensitivity"]
+__all__ = ["Additivity", "Sensitivity", "SensitivityRow", "sensitivity", "shown"]
 
 # a sum farther off than this from what was measured is no estimate of it
 _FACTOR = 1.5
@@ -88,12 +88,27 @@ class Sensitivity:
     additivity: Additivity | None  # None where the target has no group, or FP8 costs it nothing
     depth: int
 
-    def estimated_kl(self, excluded: Iterable[ModuleGroup]) -> float | None:
-        """KL of the set that keeps these groups and quantises the others; None where sums are no estimate."""
+    def estimated_kl(self, excluded: Iterable[ModuleGroup | str]) -> float | None:
+        """KL of the set that keeps these groups, or modules by name, and quantises the others; None where sums are no
+        estimate, or a group is kept in part."""
         if self.additivity is None or not self.additivity.holds:
             return None
-        kept = set(excluded)
-        return sum(row.kl.value for row in self.rows if row.group not in kept)
+        kept = {name for each in excluded for name in ((each,) if isinstance(each, str) else each.modules)}
+        if any(0 < len(kept & set(row.group.modules)) < len(row.group.modules) for row in self.rows):
+            return None
+        return sum(row.kl.value for row in self.rows if not kept >= set(row.group.modules))
+
+    def estimates(self, points: Iterable[Measured]) -> list[tuple[float, float]]:
+        """(measured, estimated) KL of sets that were measured, target by target; those that lie on the sum by
+        construction (nothing or one group quantised) are left out."""
+        found = {}
+        groups = [row.group for row in self.rows if row.group.part == "target"]
+        for point in points:
+            quantised = [group for group in groups if not set(point.excluded) >= set(group.modules)]
+            estimate = self.estimated_kl(point.excluded)
+            if len(quantised) > 1 and estimate is not None:
+                found.setdefault(frozenset(quantised), (point.mean_kl.value, estimate))
+        return list(found.values())
 
     def to_records(self) -> list[dict[str, Any]]:
         """A dict for each row."""
@@ -104,8 +119,8 @@ class Sensitivity:
         titles = (f"{'KL alone':>20}", f"{'KL back':>20}", f"{'AL alone':>16}", f"{'AL back':>16}")
         lines = [f"{'':{width}}  {'bytes saved':>11}  {'  '.join(titles)}"]
         for row in self.rows:
-            kl = (f"{_shown(change, 1e3, 3):>20}" for change in (row.kl, row.kl_back))
-            length = (f"{_shown(change, 1, 3):>16}" for change in (row.length, row.length_back))
+            kl = (f"{shown(change, 1e3):>20}" for change in (row.kl, row.kl_back))
+            length = (f"{shown(change, 1):>16}" for change in (row.length, row.length_back))
             lines.append(f"{row.group.name:{width}}  {row.group.nbytes:11,}  {'  '.join((*kl, *length))}")
         lines.append(
             "KL in millinats per token; AL in tokens per round at depth "
@@ -158,9 +173,11 @@ def _additivity(meter: ExclusionMeter, alone: list[Measured], together: Measured
     return Additivity(summed, together.mean_kl.value, summed / together.mean_kl.value, jackknife(ratios))
 
 
-def _shown(change: Change, scale: float, digits: int) -> str:
+def shown(change: Change, scale: float) -> str:
+    """A change times `scale`, to three digits after the point, ± its error; in parentheses where it lies within
+    chance."""
     if change.value == 0 and not change.error:
         return "0"
-    error = "" if change.error is None else f" ± {change.error * scale:.{digits}f}"
-    text = f"{change.value * scale:+.{digits}f}{error}"
+    error = "" if change.error is None else f" ± {change.error * scale:.3f}"
+    text = f"{change.value * scale:+.3f}{error}"
     return f"({text})" if change.within_chance else text

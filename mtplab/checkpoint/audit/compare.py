@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING
 
 from mtplab.checkpoint.audit.finding import Finding, listed
 from mtplab.checkpoint.audit.subject import Subject
-from mtplab.checkpoint.names import draft_prefixes, module_of, normalised, part_of
-from mtplab.checkpoint.pairing import KV_SCALE_SUFFIXES
+from mtplab.checkpoint.draft_layouts import COUNT_KEYS
+from mtplab.checkpoint.names import draft_prefixes, module_of, normalised, of_other_senses, part_of
+from mtplab.checkpoint.pairing import SCALE_SUFFIXES
 from mtplab.checkpoint.strict_json import shown
 from mtplab.errors import CheckpointError
 
@@ -26,13 +27,11 @@ __all__ = ["compare", "compared", "values_findings"]
 
 # what changes the model where it changes; dtype, cache and generation settings may
 _COUNTED = (
-    "mtp_num_hidden_layers", "num_nextn_predict_layers", "num_mtp_modules", "num_hidden_layers", "hidden_size",
+    *COUNT_KEYS, "num_hidden_layers", "hidden_size",
     "intermediate_size", "moe_intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim",
     "num_experts", "n_routed_experts", "num_experts_per_tok", "vocab_size", "tie_word_embeddings", "rms_norm_eps",
     "rope_theta", "rope_parameters", "rope_scaling", "layer_types", "model_type",
 )  # fmt: skip
-_NOT_RUN = ("model.visual.", "visual.", "vision_tower.", "multi_modal_projector.", "model.vision_tower.")
-_BESIDE = (*KV_SCALE_SUFFIXES, ".input_scale", ".activation_scale", "_scale_inv", ".weight_scale")
 _ONE_BY_ONE = re.compile(r"\.experts\.[0-9]+\.")
 # rms of the difference over rms: E4M3 blocks of the bundled model 0.0262 to 0.0267, a BF16 cast at most 2^-9
 _FP8_ERROR, _CAST_ERROR = 0.1, 0.01
@@ -44,7 +43,7 @@ def compare(subject: Subject, source: Subject) -> list[Finding]:
 
 
 def _by_name(subject: Subject) -> dict[str, ModulePlan]:
-    return {normalised(m.name): m for m in subject.modules if not m.name.endswith(_BESIDE)}
+    return {normalised(m.name): m for m in subject.modules if not m.name.endswith(SCALE_SUFFIXES)}
 
 
 def _tensors(subject: Subject, source: Subject) -> Iterator[Finding]:
@@ -65,7 +64,7 @@ def _tensors(subject: Subject, source: Subject) -> Iterator[Finding]:
             continue
         if module.part == "head" and subject.text.get("tie_word_embeddings") is True:
             continue
-        part = "draft" if part_of(name, drafts) == "draft" else "vision" if name.startswith(_NOT_RUN) else "target"
+        part = "draft" if part_of(name, drafts) == "draft" else "vision" if of_other_senses(name) else "target"
         lost[part].append(module.name)
     told = {
         "draft": ("error", "The draft head is not there, or not whole: acceptance 0 %, or no speculation."),

@@ -1,7 +1,6 @@
-"""MTP heads by family: which tensors make one, what it shares with the target, and whether this one is complete.
+"""The MTP head of a checkpoint: its family, what it shares with the target, and whether it is complete.
 
-Sources: the families' public checkpoints and the loaders of vLLM (model_executor/models/*_mtp.py) and transformers.
-Knows names only; a block's own parts are compared with the target's layers, which name them alike.
+Knows names only (`draft_layouts.py`); a block's own parts are compared with the target's layers, which name them alike.
 """
 
 from __future__ import annotations
@@ -13,65 +12,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from mtplab.checkpoint.config_json import text_config
+from mtplab.checkpoint.draft_layouts import COUNT_KEYS, FUSION_NORMS, LAYOUTS, Layout
 from mtplab.checkpoint.names import draft_prefixes, normalised, part_of
 from mtplab.checkpoint.pairing import KV_SCALE_SUFFIXES
 
-__all__ = ["Head", "Layout", "find_head"]
+__all__ = ["Head", "find_head"]
 
-
-@dataclass(frozen=True)
-class Layout:
-    """How a family names its head. `{i}` is a head layer's number, `{n}` the target's number of decoder layers + i."""
-
-    family: str
-    count_key: str  # in config.json: how many layers of a head there are
-    layer: str  # prefix of one head layer, as a regular expression whose only group is the number
-    fusion: tuple[str, ...]  # modules that join embedding and hidden state, by full name over {i} and {n}
-    inner: str = ""  # prefix of the decoder block within a head layer, which no other family has
-    shared: tuple[str, ...] = ()  # modules that a file may leave out because the target's are used
-    step_layers: int = 1  # layers on disk to one that config.json counts
-    behind: bool = False  # whether head layers are numbered on behind the target's
-
-
-_V3 = ("model.layers.{n}.enorm", "model.layers.{n}.hnorm", "model.layers.{n}.eh_proj")
-
-LAYOUTS: tuple[Layout, ...] = (
-    Layout(
-        "Qwen3-Next, Qwen3.5 and later", "mtp_num_hidden_layers", r"mtp\.layers\.([0-9]{1,4})\.",
-        ("mtp.fc", "mtp.norm", "mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden"),
-        shared=("mtp.embed_tokens", "mtp.lm_head"),
-    ),
-    Layout(
-        "Nemotron-3", "num_nextn_predict_layers", r"mtp\.layers\.([0-9]{1,4})\.",
-        ("mtp.layers.0.enorm", "mtp.layers.0.hnorm", "mtp.layers.0.eh_proj", "mtp.layers.{last}.final_layernorm"),
-        step_layers=2,
-    ),
-    Layout(
-        "DeepSeek-V4", "num_nextn_predict_layers", r"mtp\.([0-9]{1,4})\.",
-        ("mtp.{i}.e_proj", "mtp.{i}.h_proj", "mtp.{i}.enorm", "mtp.{i}.hnorm", "mtp.{i}.norm"),
-    ),
-    Layout(
-        "MiMo-V2", "num_nextn_predict_layers", r"model\.mtp\.layers\.([0-9]{1,4})\.",
-        tuple(f"model.mtp.layers.{{i}}.{part}" for part in ("enorm", "hnorm", "eh_proj", "final_layernorm")),
-    ),
-    Layout(
-        "MiMo-7B", "num_nextn_predict_layers", r"model\.mtp_layers\.([0-9]{1,4})\.",
-        tuple(
-            f"model.mtp_layers.{{i}}.{part}"
-            for part in ("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm")
-        ),
-    ),
-    Layout(
-        "Step-3.5", "num_nextn_predict_layers", r"model\.layers\.([0-9]{1,4})\.",
-        (*_V3, "model.layers.{n}.shared_head.norm"), inner="transformer.",
-        shared=("model.layers.{n}.shared_head.output",), behind=True,
-    ),
-    Layout(
-        "DeepSeek-V3, GLM-4.5 and later", "num_nextn_predict_layers", r"model\.layers\.([0-9]{1,4})\.",
-        (*_V3, "model.layers.{n}.shared_head.norm"),
-        shared=("model.layers.{n}.shared_head.head", "model.layers.{n}.embed_tokens"), behind=True,
-    ),
-)  # fmt: skip
 
 _EXPERT = re.compile(r"experts\.[0-9]{1,6}\.")
 _TARGET = re.compile(r"(?:model\.)?layers\.([0-9]{1,4})\.(.+)")  # DeepSeek-V4 names its own without a root
@@ -161,7 +107,7 @@ def find_head(modules: Iterable[Any], config: dict[str, Any]) -> Head | None:
 
 
 def _promised(text: dict[str, Any]) -> int | None:
-    for key in ("mtp_num_hidden_layers", "num_nextn_predict_layers", "num_mtp_modules"):
+    for key in COUNT_KEYS:
         if type(text.get(key)) is int:
             return text[key]
     return None
@@ -230,9 +176,6 @@ def _believed(missing: set[str], extra: set[str]) -> set[str]:
     """
     if any("experts." in name or name.endswith("experts") for name in extra):
         missing = {name for name in missing if "experts." not in name}
-    if any("norm" in name for name in extra - _FUSION_NORMS):
+    if any("norm" in name for name in extra - FUSION_NORMS):
         missing = {name for name in missing if "norm" not in name}
     return missing
-
-
-_FUSION_NORMS = {"enorm", "hnorm", "norm", "shared_head.norm", "final_layernorm", "token_layernorm", "hidden_layernorm"}

@@ -86,9 +86,10 @@ def quantize_checkpoint(
         src: any checkpoint that `open_checkpoint` reads. Its shards keep their names.
         dst: a folder that does not exist yet. It appears whole, flushed to disk, or not at all; a run that was stopped
             goes on where it stood when it is called again with the same settings.
-        exclude, draft_exclude: as in `Checkpoint.plan`. For a plain source None is what Qwen's releases keep (`mtp.fc`
-            among it), routers and vision towers; for an FP8 one, what it keeps. Names given for an FP8 source are
-            dequantised to BF16 and come on top of what it keeps; "none" quantises that too.
+        exclude, draft_exclude: as in `Checkpoint.plan`, of which a plain source's is followed: None is what releases
+            keep (`exclusions.PUBLISHED`: `mtp.fc` and routers among it). For an FP8 source None is what it keeps; names
+            are dequantised to BF16 and come on top of that; "none" quantises it too. What no run of the text model
+            loads stays as it is (a vision tower).
         progress: called with (bytes of the source converted, bytes in all).
         format: "fp8-block", "fp8-channel", "fp8-tensor" (the values that share a scale) or "bf16". None: "fp8-block"
             for a plain source; an FP8 one stays in the layout it has.

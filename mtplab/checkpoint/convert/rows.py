@@ -6,26 +6,19 @@ Knows where bytes lie; nothing of what is made of them.
 from __future__ import annotations
 
 import math
-import os
-import threading
-from io import FileIO
-from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 import torch
 
 from mtplab.checkpoint import TensorInfo
 from mtplab.checkpoint.convert.encode import scratch
 from mtplab.checkpoint.pairing import Pair
-from mtplab.checkpoint.strict_json import open_regular, shown
+from mtplab.checkpoint.strict_json import shown
+from mtplab.checkpoint.tensor_file import TensorFile
 from mtplab.checkpoint.values import TORCH_DTYPES, row_scales
 from mtplab.errors import CheckpointError
 from mtplab.kernels.fp8_reference import dequantize_block, has_nan_codes
 
 __all__ = ["Shard", "matrix"]
-
-_READ_AT_MOST = 1 << 30
 
 
 def matrix(info: TensorInfo) -> tuple[int, int, int]:
@@ -35,44 +28,8 @@ def matrix(info: TensorInfo) -> tuple[int, int, int]:
     return rows, k, info.nbytes // max(1, rows)
 
 
-class Shard:
+class Shard(TensorFile):
     """One source file, open for reading. A context."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._lock = threading.Lock()
-
-    def __enter__(self) -> Self:
-        descriptor, self._size = open_regular(self._path, "a safetensors file")
-        self._file = FileIO(descriptor)
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._file.close()
-
-    def fill(self, info: TensorInfo, start: int, out: torch.Tensor) -> None:
-        """Fill `out` uint8 [bytes] from the tensor's byte `start` on. Raises CheckpointError where the file ends."""
-        view, done = memoryview(out.numpy()), 0
-        try:
-            while done < len(view):
-                got = self._read_at(info.start + start + done, view[done : done + _READ_AT_MOST])
-                if not got:
-                    raise CheckpointError(
-                        f"{info.file}: tensor {shown(info.name)}: expected {info.nbytes} bytes, the file ended before: "
-                        "it changed or was truncated."
-                    )
-                done += got
-        except OSError as error:
-            raise CheckpointError(f"{info.file}: tensor {shown(info.name)} cannot be read: {error.strerror}.") from None
-
-    def _read_at(self, position: int, view: memoryview) -> int:
-        if hasattr(os, "preadv"):
-            return os.preadv(self._file.fileno(), [view], position)
-        with self._lock:
-            self._file.seek(position)
-            return self._file.readinto(view) or 0
 
     def raw(self, info: TensorInfo, start: int, stop: int) -> torch.Tensor:
         """Rows start to stop as stored, [rows, k] of the tensor's dtype, in memory that the thread uses again."""

@@ -22,6 +22,8 @@ from mtplab.study.sensitivity import Sensitivity, sensitivity
 __all__ = ["Better", "Confirmed", "ExclusionSearch", "search_exclusions"]
 
 _Groups = frozenset[ModuleGroup]
+# changes of one group for a smaller that are tried on a set, smallest first: of hundreds of groups there are thousands
+_SWAPS = 64
 
 
 @dataclass(frozen=True)
@@ -368,7 +370,7 @@ class _Search:
             for new in outside
             if new.part == old.part and new.nbytes < old.nbytes
         ]
-        return left_out + sorted((s for s in swaps if self._promising(s)), key=_size)
+        return left_out + sorted((s for s in swaps if self._promising(s)), key=_size)[:_SWAPS]
 
     def _promising(self, kept: _Groups) -> bool:
         """Whether the sum of single KLs leaves hope that a set keeps the budget; without such sums, all are tried."""

@@ -3,6 +3,7 @@
 import json
 import random
 import time
+from dataclasses import replace
 
 import pytest
 
@@ -22,6 +23,8 @@ from lens_models import (
     qwen,
     views,
 )
+from mtplab.checkpoint import open_checkpoint
+from mtplab.checkpoint.audit import Finding
 from mtplab.checkpoint.lenses import Look, View, lenses, look, recommended_exclusions
 
 ENGINES = [engine.name for engine in lenses()]
@@ -375,7 +378,7 @@ def test_looks_can_be_read_and_stored():
     assert sum(first["counts"].values()) == len(first["verdicts"]) == len(qwen())
     assert first["disagreements"][0].keys() == {"modules", "built", "stored", "outcome", "cause", "sentence"}
     table = str(found).splitlines()
-    assert " ".join(table[0].split()) == "engine version outcome built FP8 built plain other otherwise than stored"
+    assert " ".join(table[0].split()) == "engine version by its list FP8 plain differ not judged not loaded MTP head"
     assert found.sentence in table and all(any(line.startswith(name) for line in table) for name in ENGINES)
 
 
@@ -420,3 +423,17 @@ def test_deepseeks_modules_take_less_than_a_second_and_a_half():
     begun = time.process_time()
     look(modules, "fp8", content, DEEPSEEK)
     assert time.process_time() - begun < 1.5
+
+
+def test_what_right_does_not_say_is_said(bundled_fp8):
+    audit = open_checkpoint(bundled_fp8).audit()
+    assert audit.looks is not None
+    heads = {item.engine: audit.looks.head_in(item) for item in audit.looks.looks}
+    assert heads["vLLM"] == heads["lmdeploy"] == "as stored"
+    assert (heads["transformers"], heads["TensorRT-LLM"]) == ("not loaded", "not judged")
+    caveats = audit.looks.caveats()
+    assert "transformers does not load the MTP head." in caveats and caveats[0].startswith("Judged by names")
+    assert all(text in str(audit).replace("\n  ", " ") for text in caveats)
+    assert audit.reading == f"By names and lists: {audit.looks.sentence}"
+    wrong = replace(audit, findings=(Finding("error", "x", "y"), *audit.findings))
+    assert wrong.reading.endswith("But the error found holds all the same.")

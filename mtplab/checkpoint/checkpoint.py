@@ -13,6 +13,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+from mtplab.checkpoint.collector import collector_still
 from mtplab.checkpoint.config_json import CONFIG_FILE, find_quantization, read_config
 from mtplab.checkpoint.draft_layouts import OWN_COUNT
 from mtplab.checkpoint.formats import Format, QuantizationConfig, parse
@@ -48,9 +49,10 @@ def open_checkpoint(path: str | os.PathLike[str], lenient: bool = False) -> Chec
         raise ConfigError(f"path={shown(path)}: expected the path of a checkpoint.") from None
     if not str(path) or "\0" in str(where):
         raise ConfigError(f"path={shown(path)}: expected the path of a checkpoint.")
-    files = find_files(where)
-    config = read_config(files.folder, required=os.path.isdir(where))
-    return Checkpoint(where, files, config, lenient)
+    with collector_still():
+        files = find_files(where)
+        config = read_config(files.folder, required=os.path.isdir(where))
+        return Checkpoint(where, files, config, lenient)
 
 
 class Checkpoint:

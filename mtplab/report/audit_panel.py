@@ -123,7 +123,7 @@ class AuditPanel(Panel):
         total = sum(sum(row.values()) for row in result.bytes_by_part.values())
         caption = f"{human_bytes(total)} in all"
         self.table.value = html_table(("part", "bytes", "of which FP8"), rows, caption=caption)
-        self.findings.value = engines_html(result.looks) + findings_html(result.findings)
+        self.findings.value = engines_html(result) + findings_html(result.findings)
         self.show_picture(checkpoint_map(result.plan))
 
     def _names(self, globs: tuple[str, ...]) -> list[str]:

@@ -21,6 +21,7 @@ from mtplab.checkpoint.audit.finding import SEVERITIES, Finding, at_least, order
 from mtplab.checkpoint.audit.heads import Head
 from mtplab.checkpoint.audit.sizes import bytes_by_part, part_shown
 from mtplab.checkpoint.audit.subject import Subject
+from mtplab.checkpoint.collector import collector_still
 from mtplab.checkpoint.lenses import Looks
 from mtplab.checkpoint.plan import ModulePlan, Plan
 from mtplab.errors import CheckpointError, ConfigError
@@ -63,6 +64,15 @@ class Audit:
     def bytes_by_part(self) -> dict[str, dict[str, int]]:
         """Part of the model → dtype as stored → bytes."""
         return bytes_by_part(self.modules)
+
+    @property
+    def reading(self) -> str:
+        """The sentence that compares the engines, and that errors in the files hold all the same; "" without one."""
+        if self.looks is None:
+            return ""
+        wrong = len(at_least(self.findings, "error"))
+        errors = f"the error{'s' if wrong > 1 else ''} found hold{'' if wrong > 1 else 's'} all the same"
+        return f"By names and lists: {self.looks.sentence}" + (f" But {errors}." if wrong else "")
 
     def at_least(self, severity: str) -> list[Finding]:
         """The findings of "error", "warning" or "note" and what is worse. Raises ConfigError for another word."""
@@ -160,11 +170,14 @@ def examine(
     source: Checkpoint | None = None,
 ) -> Audit:
     """Audit an opened checkpoint; as `Checkpoint.audit`. Without `deep` nothing but headers is read."""
-    subject, bad = _readable(ckpt)
-    origin = Subject(source) if source is not None else None
-    found = [*bad, *(finding for check in _CHECKS for finding in check(subject))]
-    if origin is not None:
-        found += compare(subject, origin)
+    with collector_still():
+        subject, bad = _readable(ckpt)
+        origin = Subject(source) if source is not None else None
+        found = [*bad, *(finding for check in _CHECKS for finding in check(subject))]
+        if origin is not None:
+            found += compare(subject, origin)
+        looks = engines_of(subject)
+        by_engines = list(engine_findings(subject, looks))
     if deep:
         from mtplab.checkpoint.audit.deep import deep_findings
 
@@ -175,15 +188,13 @@ def examine(
         found += deep_findings(subject, reading)
         if origin is not None:
             found += values_findings(subject, origin, reading)
-    looks = engines_of(subject)
-    found += engine_findings(subject, looks)
     method = str(subject.content.get("quant_method", "unnamed")) if ckpt.found is not None else "none"
     return Audit(
         path=ckpt.path,
         method=method,
         plan=subject.plan,
         head=subject.head,
-        findings=ordered(found),
+        findings=ordered([*found, *by_engines]),
         looks=looks,
         deep=deep,
         files=len(ckpt.files.shards),

@@ -12,7 +12,6 @@ from mtplab.checkpoint.text_table import html_table, printable
 if TYPE_CHECKING:
     from mtplab.checkpoint.audit.audit import Audit
     from mtplab.checkpoint.audit.finding import Finding
-    from mtplab.checkpoint.lenses import Looks
 
 __all__ = ["as_html", "engines_html", "findings_html"]
 
@@ -31,20 +30,22 @@ def as_html(audit: Audit) -> str:
     table = html_table(MODULE_COLUMNS, modules[:MAX_ROWS], ("bytes",), caption="Modules, and the rule that decided")
     return (
         f'<div class="mtplab-audit"><p><strong>{escape(title(audit))}</strong><br>{escape(verdict(audit))}</p>'
-        f"{findings_html(audit.findings)}{engines_html(audit.looks)}{sizes}{head}"
+        f"{findings_html(audit.findings)}{engines_html(audit)}{sizes}{head}"
         f"<details><summary>{len(modules)} modules</summary>"
         f'<div style="max-height:32em;overflow:auto">{table}{more}</div></details></div>'
     )
 
 
-def engines_html(looks: Looks | None) -> str:
-    """The engines side by side, the sentence that compares them, and what each does."""
+def engines_html(audit: Audit) -> str:
+    """The engines side by side, the sentence that compares them, what it leaves open, and what each does."""
+    looks = audit.looks
     if looks is None:
         return ""
+    caveats = "<br>".join(escape(printable(text, 1500)) for text in looks.caveats())
     told = "".join(f"<li>{escape(printable(item.summary, 1500))}</li>" for item in looks.looks)
     return (
-        html_table(COLUMNS, looks.rows(), caption="How engines read it")
-        + f"<p>{escape(printable(looks.sentence, 3000))}</p>"
+        f'<div style="overflow:auto">{html_table(COLUMNS, looks.rows(), caption="How engines read its list")}</div>'
+        f"<p>{escape(printable(audit.reading, 3000))}</p><p>{caveats}</p>"
         f"<details><summary>engine by engine</summary><ul>{told}</ul></details>"
     )
 
@@ -58,6 +59,7 @@ def findings_html(findings: tuple[Finding, ...]) -> str:
             f"<code>{escape(finding.kind)}</code>"
         )
         told = [f"{tag} {escape(printable(finding.message, 1500))}"]
-        told += [escape(printable(text, 1500)) for text in (finding.why, finding.fix) if text]
+        for label, text in (("why", finding.why), ("fix", finding.fix)):
+            told += [f"{label}: {escape(printable(text, 1500))}"] if text else []
         items.append(f"<li>{'<br>'.join(told)}</li>")
     return f'<ul class="mtplab-findings">{"".join(items)}</ul>' if items else ""

@@ -73,12 +73,13 @@ def as_text(audit: Audit, modules: bool = False, width: int | None = None) -> st
     columns, rows = size_rows(audit)
     lines = [title(audit), "", *aligned(columns, rows, columns[1:])]
     lines += ["", *_wrapped(f"MTP head: {audit.head if audit.head is not None else 'none'}", width)]
-    if audit.looks is not None:
-        lines += ["", "How engines read it", *aligned(COLUMNS, audit.looks.rows()), ""]
-        lines += _wrapped(audit.looks.sentence, width)
     lines += ["", verdict(audit)]
     for finding in audit.findings:
         lines += ["", *_finding(finding, width)]
+    if audit.looks is not None:
+        lines += ["", "How engines read its list (linear modules)", *aligned(COLUMNS, audit.looks.rows()), ""]
+        for text in (audit.reading, *audit.looks.caveats()):
+            lines += _wrapped(text, width)
     if modules:
         lines += ["", *aligned(MODULE_COLUMNS, module_rows(audit), ("bytes",))]
     return "\n".join(lines)

@@ -29,7 +29,7 @@ _WORDS = {
     UNKNOWN: "not known for",
 }
 
-COLUMNS = ("engine", "version", "outcome", "built FP8", "built plain", "other", "otherwise than stored")
+COLUMNS = ("engine", "version", "by its list", "FP8", "plain", "differ", "not judged", "not loaded", "MTP head")
 
 # what "right" does not say
 SCOPE = "Judged by names and exclusion lists alone: tensor layouts, block sizes and kernels are not looked at."
@@ -42,33 +42,63 @@ def lenses() -> tuple[Engine, ...]:
 
 @dataclass(frozen=True)
 class Looks:
-    """Every engine's look at one checkpoint, and `sentence`, which compares them."""
+    """Every engine's look at one checkpoint, and `sentence`, which compares them. `drafts`: the head's modules."""
 
     looks: tuple[Look, ...]
     sentence: str
+    drafts: frozenset[str] = frozenset()
 
     def __getitem__(self, engine: str) -> Look:
         """The look of one engine, by its name."""
         return next(item for item in self.looks if item.engine == engine)
 
     def rows(self) -> list[tuple[str, ...]]:
-        """A row of COLUMNS for each engine: how many linear modules it builds how, and otherwise than stored."""
+        """A row of COLUMNS for each engine: how many linear modules it builds how, and what becomes of the MTP head."""
         rows = []
         for item in self.looks:
             counts = item.counts()
-            other = sum(count for built, count in counts.items() if built not in ("fp8", "plain"))
             differ = sum(len(found.modules) for found in item.disagreements)
-            numbers = (counts.get("fp8", 0), counts.get("plain", 0), other, differ)
-            rows.append((item.engine, item.version, item.worst, *map(str, numbers)))
+            numbers = (counts.get("fp8", 0), counts.get("plain", 0), differ, item.unknown, counts.get("ignored", 0))
+            rows.append((item.engine, item.version, item.worst, *map(str, numbers), self.head_in(item)))
         return rows
+
+    def head_in(self, item: Look) -> str:
+        """What becomes of the MTP head in an engine: "as stored", "otherwise", "not judged", "not loaded", or ""."""
+        if not self.drafts:
+            return ""
+        built = {verdict.built for verdict in item.verdicts if verdict.module in self.drafts}
+        if not built:
+            return ""
+        if any(not self.drafts.isdisjoint(found.modules) for found in item.disagreements):
+            return "otherwise"
+        if built <= {"ignored"}:
+            return "not loaded"
+        return "not judged" if "unknown" in built else "as stored"
+
+    def caveats(self) -> list[str]:
+        """What "right" does not say, a sentence each: its scope, heads not looked at, names taken as they are."""
+        found = [SCOPE]
+        heads = {"not loaded": "does not load the MTP head", "not judged": "is not judged on the MTP head"}
+        for state, words in heads.items():
+            found += [f"{item.engine} {words}." for item in self.looks if self.head_in(item) == state]
+        by_note: dict[str, list[str]] = {}
+        for item in self.looks:
+            for note in item.notes:
+                by_note.setdefault(note, []).append(item.engine)
+        return found + [f"{_listed(engines)}: {note}." for note, engines in by_note.items()]
 
     def to_dict(self, verdicts: bool = False) -> dict[str, Any]:
         """For JSON; every module's verdict only with `verdicts`."""
-        return {"sentence": self.sentence, "scope": SCOPE, "engines": [item.to_dict(verdicts) for item in self.looks]}
+        return {
+            "sentence": self.sentence,
+            "scope": SCOPE,
+            "caveats": self.caveats(),
+            "engines": [item.to_dict(verdicts) for item in self.looks],
+        }
 
     def __str__(self) -> str:
         lines = aligned(COLUMNS, self.rows())
-        return "\n".join([*lines, "", self.sentence, SCOPE, *(f"- {item.summary}" for item in self.looks)])
+        return "\n".join([*lines, "", self.sentence, *self.caveats(), *(f"- {item.summary}" for item in self.looks)])
 
 
 def look(views: Iterable[View], method: str, content: dict[str, Any], config: dict[str, Any]) -> Looks:
@@ -77,9 +107,10 @@ def look(views: Iterable[View], method: str, content: dict[str, Any], config: di
     `views` are the checkpoint's modules as stored; only linear ones are judged. `content` is its quantisation config
     with quant_method `method` (ModelOpt's hf_quant_config.json as it stands), `config` its config.json.
     """
+    views = list(views)
     modules = shaped(views)
     made = tuple(judge(engine, modules, method, content, config) for engine in _ENGINES)
-    return Looks(made, _sentence(made))
+    return Looks(made, _sentence(made), frozenset(view.name for view in views if view.part == "draft"))
 
 
 def _sentence(looks: tuple[Look, ...]) -> str:

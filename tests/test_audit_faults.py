@@ -304,6 +304,7 @@ VALUES: dict[str, tuple[str, Change, dict[str, str], str, str]] = {
                                   "model.layers.0.input_layernorm", "original checkpoint"),
     "random-head": ("qwen3.5", random_head, {"random-head": "error"}, Q, "8 of 8"),
     "zero-head": ("qwen3.5", tensor(Q + ".weight", torch.zeros_like), {"zero-head": "warning"}, Q, "all zero"),
+    "zero-fusion": ("qwen3.5", tensor("mtp.fc.weight", torch.zeros_like), {"zero-head": "error"}, "mtp.fc", "fusion"),
     "initial-norms": ("qwen3.5", both(*(tensor(name, torch.zeros_like) for name in DRAFT_NORMS)),
                       {"initial-draft-norms": "error"}, "mtp.norm", "exactly 0"),
     "initial-norms-w": ("mimo-7b", tensor("norm.weight", torch.ones_like),

@@ -31,7 +31,7 @@ REAL: dict[str, str] = {
     "derived-hf_quant_config-only": "n:engine-unread n:kv-scales | n:fused-scales",
     "derived-int8-viewed-fp8": "w:bytes-as-integers n:engine-unread",
     "ds-ue8m0-e8m0dtype": "n:e8m0-scales n:tensor-parallel",
-    "ds-v3-ragged-mtp": "n:engine-lossy n:tensor-parallel | w:random-head",
+    "ds-v3-ragged-mtp": "n:engine-lossy n:tensor-parallel | e:random-head",
     "hand-fbgemm_fp8": "n:engine-unread",
     "hand-fnuz": "w:fnuz n:engine-unread",
     "hf-qwen3_5-dense-mtpfc-fp8": "w:unused-layers n:tensor-parallel | e:norm-convention",

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-__all__ = ["BEHIND_COUNT", "COUNT_KEYS", "FUSION_NORMS", "LAYOUTS", "OWN_COUNT", "ROOTS", "Layout"]
+__all__ = ["BEHIND_COUNT", "COUNT_KEYS", "FUSIONS", "FUSION_NORMS", "LAYOUTS", "OWN_COUNT", "ROOTS", "Layout"]
 
 
 @dataclass(frozen=True)
@@ -79,6 +79,10 @@ OWN_COUNT = LAYOUTS[0].count_key
 BEHIND_COUNT = next(layout.count_key for layout in LAYOUTS if layout.behind)
 # what the names of heads begin with that are not numbered among the target's layers
 ROOTS = tuple(dict.fromkeys(layout.root for layout in LAYOUTS if not layout.behind))
+# last names of the matrices that join embedding and hidden state: all that a head drafts passes through them
+FUSIONS = frozenset(
+    last for layout in LAYOUTS for name in layout.fusion if "norm" not in (last := name.rpartition(".")[2])
+)
 # norms that a head's layer has beside its block's
 FUSION_NORMS = frozenset(
     name.rpartition("}.")[2] for layout in LAYOUTS for name in layout.fusion if "}." in name and "norm" in name

@@ -9,6 +9,7 @@ from mtplab.checkpoint.audit.checks_lists import ALWAYS_PLAIN, PLAIN
 from mtplab.checkpoint.audit.finding import Finding, listed
 from mtplab.checkpoint.audit.remedies import without_fp8
 from mtplab.checkpoint.audit.subject import Subject
+from mtplab.checkpoint.draft_layouts import FUSIONS
 from mtplab.checkpoint.names import draft_prefixes, normalised, part_of
 from mtplab.checkpoint.strict_json import shown
 
@@ -78,6 +79,9 @@ def _tied(subject: Subject) -> Iterator[Finding]:
         )  # fmt: skip
 
 
+_PUBLISHED_FP8 = {"e_proj", "h_proj"}  # of the fusions, those of DeepSeek-V4's release
+
+
 def _precision(subject: Subject) -> Iterator[Finding]:
     head = subject.head
     if head is None or not head.layers or subject.quantization is None:
@@ -86,7 +90,7 @@ def _precision(subject: Subject) -> Iterator[Finding]:
         module.name
         for module in subject.linears
         if module.weight == "fp8"
-        and module.name.endswith(("mtp.fc", ".eh_proj", ".input_proj"))
+        and module.name.rpartition(".")[2] in FUSIONS - _PUBLISHED_FP8
         and module.part == "draft"
     ]
     if fc:

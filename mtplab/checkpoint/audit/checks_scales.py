@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from mtplab.checkpoint.audit.finding import Finding, listed
 from mtplab.checkpoint.audit.remedies import anew, without_fp8
 from mtplab.checkpoint.audit.subject import Subject
+from mtplab.checkpoint.draft_layouts import FUSIONS
 from mtplab.checkpoint.names import draft_prefixes, part_of
 
 __all__ = ["CHECKS"]
@@ -136,7 +137,7 @@ def _kv(subject: Subject) -> Iterator[Finding]:
 
 # kept whole on every rank, or, as keys and values, repeated where there are more ranks than heads
 _WHOLE = (
-    "fc", "eh_proj", "e_proj", "h_proj", "input_proj", "in_proj_a", "in_proj_b", "k_proj", "v_proj", "wkv",
+    *FUSIONS, "in_proj_a", "in_proj_b", "k_proj", "v_proj", "wkv",
     "q_a_proj", "kv_a_proj_with_mqa", "wq_a", "wk", "weights_proj", "gate",
 )  # fmt: skip
 

@@ -22,6 +22,7 @@ from mtplab.checkpoint.audit import deep_norms
 from mtplab.checkpoint.audit.finding import Finding, listed
 from mtplab.checkpoint.audit.stats import Stats, plain_stats, scaled_stats
 from mtplab.checkpoint.audit.subject import Subject
+from mtplab.checkpoint.draft_layouts import FUSIONS
 from mtplab.checkpoint.header import TensorInfo
 from mtplab.checkpoint.lenses.fused import GROUPS
 from mtplab.checkpoint.names import normalised
@@ -204,14 +205,18 @@ def _random_head(subject: Subject, stats: dict[str, Stats]) -> Iterator[Finding]
             zero.append(module.name)
         elif 0 < found.kurtosis < _NORMAL and _independent(found, module.shape):
             random.append(module.name)
-    for kind, names, what in (("zero-head", zero, "all zero"), ("random-head", random, "independent random numbers")):
+    never = "They were initialised and never loaded or trained: acceptance 0 %"
+    alike = "Rows and columns of a trained matrix differ in size; these are as alike as chance makes them."
+    for kind, names, what, why in (
+        ("zero-head", zero, "are all zero", ""),
+        ("random-head", random, "look like independent random numbers", f"{alike} "),
+    ):
         if names:
+            fusion = any(name.rpartition(".")[2] in FUSIONS for name in names)
             yield Finding(
-                "error" if 2 * len(names) >= len(draft) else "warning",
-                kind, f"{len(names)} of {len(draft)} linear weights of the draft head look like {what}: "
-                f"{listed(names)}.", tuple(names),
-                "Rows and columns of a trained matrix differ in size; these are as alike as chance makes them. "
-                "They were initialised and never loaded or trained: acceptance 0 %.",
+                "error" if fusion or 2 * len(names) >= len(draft) else "warning",
+                kind, f"{len(names)} of {len(draft)} linear weights of the draft head {what}: {listed(names)}.",
+                tuple(names), f"{why}{never}" + (", since every draft passes through the fusion." if fusion else "."),
                 "Take the head's weights from the original checkpoint.",
             )  # fmt: skip
 

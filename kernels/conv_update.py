@@ -42,6 +42,8 @@ def conv_update(x: Tensor, state: Tensor, weight: Tensor, window: Tensor | None 
     for name, held in (("state", state), ("weight", weight), ("window", window)):
         if held is not None and not held.is_contiguous():
             raise ValueError(f"{name} has strides {held.stride()}; expected it contiguous")
+    if window is not None and state.untyped_storage().data_ptr() == window.untyped_storage().data_ptr():
+        raise ValueError("state and window share memory; expected a window of its own: the state is read meanwhile")
     if chosen(x.device) == "reference":
         rows = torch.cat([state, x], dim=1)
         (window if window is not None else state).copy_(rows if window is not None else rows[:, 1:])

@@ -30,7 +30,7 @@ def delta_rule_reference(
         q, k = (x / (x.square().sum(-1, keepdim=True) + eps).sqrt() for x in (q, k))
     # each key head serves consecutive value heads
     q, k = (x.repeat_interleave(heads // x.shape[2], dim=2) for x in (q * scale, k))
-    s = state.reshape(b, heads, -1, dv)
+    s = state.reshape(b, heads, *state.shape[1:])
     outs, states = [], []
     for i in range(t):
         s = s * g[:, i, :, None, None].exp()

@@ -159,7 +159,7 @@ def quantize_block(
     if n % bm or k % bn:
         values = torch.nn.functional.pad(values, (0, kb * bn - k, 0, nb * bm - n))
     tiles = values.reshape(nb, bm, kb, bn)
-    scale = tiles.abs().amax(dim=(1, 3)).div_(top)
+    scale = _divided(tiles.abs().amax(dim=(1, 3)), top)
     scale.masked_fill_(scale == 0, 1.0)
     # the clamp matters only where the division that made the scale was subnormal
     codes = (tiles / scale[:, None, :, None]).clamp_(-top, top).reshape(nb * bm, kb * bn)
@@ -178,7 +178,15 @@ def _groups(x: torch.Tensor, group: int) -> torch.Tensor:
 
 
 def _activation_scale(groups: torch.Tensor, top: float = 448.0) -> torch.Tensor:
-    return groups.abs().amax(-1, keepdim=True).clamp_min_(ACTIVATION_AMAX_FLOOR).div_(top)
+    return _divided(groups.abs().amax(-1, keepdim=True).clamp_min_(ACTIVATION_AMAX_FLOOR), top)
+
+
+def _divided(x: torch.Tensor, by: float) -> torch.Tensor:
+    """x divided in place by a number, correctly rounded on every device.
+
+    On a GPU torch multiplies by a number's reciprocal instead, which may be off by a bit; by a tensor it divides.
+    """
+    return x.div_(torch.full_like(x, by) if x.is_cuda else by)
 
 
 def quantize_activation(

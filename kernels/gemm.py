@@ -10,7 +10,7 @@ import torch
 from mtplab.kernels.gemm_plan import Plan, check_operands, check_target, operand, plan
 from mtplab.kernels.gemm_reference import gemm_block_reference, gemm_scaled_reference
 from mtplab.kernels.gemm_tiles import BLOCK
-from mtplab.kernels.launch import check, chosen, interpreted, step, target
+from mtplab.kernels.launch import check, check_together, chosen, interpreted, step, target
 
 __all__ = ["gemm_block", "gemm_scaled"]
 
@@ -51,6 +51,7 @@ def gemm_block(
     check("w_scale", w_scale, (-(-n // BLOCK), blocks), (torch.float32,))
     if residual is not None:
         check("residual", residual, (m, n), (out_dtype,))
+    check_together(x=x, x_scale=x_scale, w=w, w_scale=w_scale, residual=residual)
     if chosen(x.device) == "reference":
         return gemm_block_reference(x, x_scale, w, w_scale, residual).to(out_dtype)
     y = torch.empty(m, n, dtype=out_dtype, device=x.device)
@@ -101,6 +102,7 @@ def gemm_scaled(
     n = w.shape[0]
     for name, scale, rows in (("x_scale", x_scale, m), ("w_scale", w_scale, n)):
         check(name, scale, tuple(scale.shape) if scale.numel() == 1 else (rows, 1), (torch.float32,))
+    check_together(x=x, x_scale=x_scale, w=w, w_scale=w_scale)
     if chosen(x.device) == "reference":
         return gemm_scaled_reference(x, x_scale, w, w_scale).to(out_dtype)
     y = torch.empty(m, n, dtype=out_dtype, device=x.device)

@@ -13,7 +13,7 @@ import torch
 from mtplab.kernels.gemm_plan import aligned, check_operands, check_target, operand
 from mtplab.kernels.gemm_reference import gemm_grouped_reference
 from mtplab.kernels.gemm_tiles import BLOCK, choose_grouped
-from mtplab.kernels.launch import check, chosen, interpreted, step, target
+from mtplab.kernels.launch import check, check_together, chosen, interpreted, step, target
 
 __all__ = ["MOST_ROWS", "Routing", "gemm_grouped", "route"]
 
@@ -119,6 +119,7 @@ def gemm_grouped(
     check("w_scale", w_scale, (experts, -(-n // BLOCK), blocks), (torch.float32,))
     if experts * n > MOST_ROWS:
         raise ValueError(f"w has {experts} experts of {n} rows, {experts * n} in all; expected at most {MOST_ROWS}")
+    check_together(x=x, x_scale=x_scale, w=w, w_scale=w_scale, offsets=routing.offsets)
     if chosen(x.device) == "reference":
         return gemm_grouped_reference(x, x_scale, w, w_scale, routing.offsets).to(out_dtype)
     y = torch.empty(t, n, dtype=out_dtype, device=x.device)

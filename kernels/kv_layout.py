@@ -63,6 +63,8 @@ def format_of(codes: Tensor, meta: Tensor | None, heads: int, d: int) -> Format:
         found = kinds.get(codes.dtype, NONE)
     width = d // 2 if found.packed else d
     check("codes", codes, (2, None, heads, None, width), (torch.uint8, *kinds))
+    if not codes.shape[3]:
+        raise ValueError(f"codes have shape {list(codes.shape)}; expected pages of at least one slot")
     if codes.stride(-1) != 1:
         raise ValueError(f"codes have strides {list(codes.stride())}; expected 1 in the last dimension")
     if not found.levels:

@@ -19,6 +19,7 @@ __all__ = [
     "FLOATS",
     "VARIABLE",
     "check",
+    "check_together",
     "chosen",
     "interpreted",
     "processors",
@@ -137,6 +138,17 @@ def unit_of(sizes: Iterable[int], *tensors: torch.Tensor, unit: int = UNITS[0]) 
     """
     fits = all(size % unit == 0 for size in sizes) and all(x.data_ptr() % 16 == 0 for x in tensors)
     return unit if fits else 1
+
+
+def check_together(**tensors: torch.Tensor | None) -> None:
+    """Refuse tensors that are not all on one device: a kernel would read an address that is another's.
+
+    Raises ValueError. Triton looks at plain pointers itself, but not at what a tensor descriptor points to.
+    """
+    devices = {name: x.device for name, x in tensors.items() if x is not None}
+    if len(set(devices.values())) > 1:
+        found = ", ".join(f"{name} on {device}" for name, device in devices.items())
+        raise ValueError(f"{found}; expected all on one device")
 
 
 def check(name: str, x: torch.Tensor, shape: tuple[int | None, ...], dtypes: tuple[torch.dtype, ...]) -> None:

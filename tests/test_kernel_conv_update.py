@@ -102,3 +102,11 @@ def test_wrong_arguments_are_named(change, message):
     given = {"x": x, "state": state, "weight": weight, "window": torch.ones(1, 5, 8), **change}
     with pytest.raises(ValueError, match=message):
         conv_update(**given)
+
+
+def test_a_state_within_the_window_is_refused():
+    """It is read by one program while another writes the window."""
+    x, _, weight = inputs(1, 2, 16)
+    window = torch.zeros(1, 5, 16)
+    with pytest.raises(ValueError, match="share memory"):
+        conv_update(x, window[:, 1:4], weight, window)

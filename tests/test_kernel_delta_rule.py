@@ -265,3 +265,11 @@ def test_heads_that_do_not_divide():
     x[:2] = (y.repeat(1, 1, 2, 1) for y in x[:2])
     with pytest.raises(ValueError, match="v has 3 heads and q 2; expected a multiple"):
         delta_rule(*x, state)
+
+
+def test_no_sequences_are_no_fault_of_the_reference():
+    q, k, v, g, beta, state = inputs(1, 2, 1, 2, 16, 16)
+    out, states = delta_rule_reference(
+        q[:0], k[:0], v[:0], g[:0], beta[:0], state[:0], normalize=True, scale=1.0, eps=L2_EPS
+    )
+    assert out.shape == (0, 2, 2, 16) and states.shape == (2, 0, 16, 16)

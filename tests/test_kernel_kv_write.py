@@ -260,3 +260,9 @@ def test_wrong_arguments_are_named(change, message):
     given = {"k": ROWS, "v": ROWS, "codes": codes, "meta": meta, "positions": PLACES} | change
     with pytest.raises(ValueError, match=message):
         write_kv(**given)
+
+
+def test_pages_without_slots_are_refused():
+    """A kernel would divide by their number."""
+    with pytest.raises(ValueError, match="at least one slot"):
+        format_of(torch.zeros(2, 3, 1, 0, 16), None, 1, 16)

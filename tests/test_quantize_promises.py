@@ -234,3 +234,55 @@ def test_a_target_that_appears_meanwhile_is_not_replaced(tmp_path: Path) -> None
     assert os.listdir(target) == []
     target.rmdir()
     assert quantize_checkpoint(source, target).resumed == 3
+
+
+def test_sources_that_differ_in_nothing_but_place_and_values_are_not_mixed(tmp_path: Path) -> None:
+    """As out of a reproducible archive: the same names, shapes, sizes and times."""
+    first, second = source_of(tmp_path / "a"), source_of(tmp_path / "b")
+    for folder in (first, second):
+        for path in folder.iterdir():
+            os.utime(path, (0, 0))
+
+    def stop(done: int, total: int) -> None:
+        if done > total // 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        quantize_checkpoint(first, tmp_path / "out", progress=stop)
+    with pytest.raises(ConfigError, match="restart"):
+        quantize_checkpoint(second, tmp_path / "out")
+    assert quantize_checkpoint(first, tmp_path / "out").resumed
+
+
+def test_a_shard_of_an_odd_name_is_written_anew_and_not_copied(tmp_path: Path) -> None:
+    folder = source_of(tmp_path / "src")
+    for name in ("weights.json", "tokenizer.json"):
+        (folder / name).write_text("{}")
+    os.replace(folder / "a.safetensors", folder / "weights.json")
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    index["weight_map"]["model.layers.0.mlp.up_proj.weight"] = "weights.json"
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    made = quantize_checkpoint(folder, tmp_path / "out")
+    found = open_checkpoint(tmp_path / "out")
+    assert found.info("model.layers.0.mlp.up_proj").dtype == "F8_E4M3"
+    assert (tmp_path / "out" / "tokenizer.json").read_text() == "{}" and made.left == {}
+
+
+@pytest.mark.parametrize("shape", [(0, 128), (128, 0), (0, 0)])
+@pytest.mark.parametrize("options", [{}, {"format": "fp8-tensor", "layout": "compressed-tensors", "scales": "ue8m0"}])
+def test_a_weight_without_values_stays_as_it_is(tmp_path: Path, shape: tuple[int, int], options: dict) -> None:
+    folder = source_of(tmp_path / "src", ("a",))
+    name = "model.layers.0.mlp.down_proj.weight"
+    held = {info.name: open_checkpoint(folder).read(info.name) for info in open_checkpoint(folder).tensors.values()}
+    write_safetensors(folder / "a.safetensors", held | {name: torch.zeros(shape).bfloat16()})
+    (folder / "model.safetensors.index.json").unlink()
+    quantize_checkpoint(folder, tmp_path / "out", **options)
+    found = open_checkpoint(tmp_path / "out")
+    assert found.info(name).dtype == "BF16" and found.info(name).shape == shape
+    assert not [f for f in found.audit(deep=True).findings if f.kind in ("bad-scale", "unreadable")]
+
+
+@pytest.mark.parametrize("entries", [None, "lm_head", [{}], 3])
+def test_a_list_that_is_none_is_refused(bundled_fp8: Path, entries: object) -> None:
+    with pytest.raises(ConfigError, match="expected a list of module names"):
+        open_checkpoint(bundled_fp8).with_exclusions(entries)

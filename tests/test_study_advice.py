@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 
 import pytest
 
@@ -231,11 +232,14 @@ def test_what_measured_nothing_is_refused(document, words):
 
 
 def test_files_that_hold_none_are_refused(tmp_path):
-    with pytest.raises(ConfigError, match=r"none.json: cannot be read \(No such file"):
+    with pytest.raises(ConfigError, match=r"none.json: .*the file is missing. Give what"):
         read_measured(tmp_path / "none.json", gpu("H200"))
     (tmp_path / "text").write_text("not json")
-    with pytest.raises(ConfigError, match="is not JSON; give what `python -m mtplab.bench kernels"):
-        read_measured(tmp_path / "text", gpu("H200"))
+    (tmp_path / "deep").write_text("[" * 100_000)
+    os.mkfifo(tmp_path / "pipe")
+    for name, words in (("text", "expected JSON"), ("deep", "nested too deep"), ("pipe", "not a regular file")):
+        with pytest.raises(ConfigError, match=f"{words}.*Give what `python -m mtplab.bench kernels"):
+            read_measured(tmp_path / name, gpu("H200"))
 
 
 # others' measurements

@@ -101,6 +101,8 @@ def test_depths_that_were_not_traced_or_are_none(fp8_model):
         {"log_p": torch.zeros(3)},
         {"hits": torch.zeros(5, 2, dtype=torch.bool)},
         {"output_lengths": torch.zeros(4, dtype=torch.int64)},
+        {"hits": torch.tensor([[False, True]]).repeat(28, 1)},
+        {"top": torch.full((28, 2), 0.5)},
     ],
 )
 def test_a_file_whose_arrays_do_not_belong_together(fp8_model, tmp_path, change):

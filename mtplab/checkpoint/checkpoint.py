@@ -7,7 +7,7 @@ import no torch; reading a value does.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
@@ -282,6 +282,10 @@ class Checkpoint:
 
         Raises ConfigError where the checkpoint has no such config.
         """
+        if isinstance(entries, str) or not isinstance(entries, Iterable) or not all(
+            isinstance(entry, str) for entry in entries
+        ):
+            raise ConfigError(f"entries={shown(entries)}: expected a list of module names.")
         if self.found is None or self._format is None:
             raise ConfigError(f"{self.path}: there is no exclusion list to exchange in its quantisation config.")
         content = self._format.with_list(self.found.content, entries)

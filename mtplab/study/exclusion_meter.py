@@ -361,5 +361,5 @@ def _parsed(line: bytes, settings: str, prompts: int) -> tuple[frozenset[str], M
         key = frozenset(found.excluded)
         whole = {len(part) for part in (found.kl, found.agreed, found.judged, found.tokens, found.rounds)} == {prompts}
         return (key, found) if whole and _digest(key) == digest else None
-    except (ValueError, TypeError, KeyError, AttributeError):
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return None

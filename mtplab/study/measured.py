@@ -5,13 +5,13 @@ Reads a document; measures nothing.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from mtplab.errors import ConfigError
+from mtplab.checkpoint.strict_json import read_json_object
+from mtplab.errors import CheckpointError, ConfigError
 from mtplab.study.cost import Constants
 from mtplab.study.gpus import Gpu, by_device_name
 
@@ -24,13 +24,9 @@ def read_measured(path: str | Path, gpu: Gpu) -> tuple[Constants, dict[str, str]
     """Constants and, for each that was measured, how. Raises ConfigError for a file that is not such a document, or is
     another GPU's."""
     try:
-        document = json.loads(Path(path).read_text(encoding="utf-8"))
-    except OSError as problem:
-        raise ConfigError(
-            f"{path}: cannot be read ({problem.strerror}); give the JSON of mtplab.bench kernels"
-        ) from None
-    except ValueError:
-        raise ConfigError(f"{path}: is not JSON; give what `python -m mtplab.bench kernels -o FILE` writes") from None
+        document = read_json_object(Path(path), "the JSON of mtplab.bench kernels")
+    except CheckpointError as problem:
+        raise ConfigError(f"{problem} Give what `python -m mtplab.bench kernels -o FILE` writes.") from None
     return constants_of(document, gpu, str(path))
 
 

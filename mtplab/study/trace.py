@@ -67,7 +67,8 @@ class Trace:
     @property
     def outputs(self) -> list[list[int]]:
         """Each prompt's output, as `generate` would give it at any depth at temperature 0."""
-        return [part.tolist() for part in np.split(self.tokens, np.cumsum(self.output_lengths)[:-1])]
+        ends = np.cumsum(self.output_lengths)
+        return [self.tokens[end - size : end].tolist() for end, size in zip(ends, self.output_lengths, strict=True)]
 
     @property
     def output_hash(self) -> str:
@@ -143,7 +144,7 @@ class Trace:
             facts = json.loads(header.metadata["facts"])
             domains, settings, seconds = tuple(facts["domains"]), facts["settings"], facts["seconds"]
             drawn = (settings["spec"]["draft_sampling"], settings["sampling"]["temperature"])
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, RecursionError):
             raise ConfigError(f"{path}: the trace's settings cannot be read; trace again.") from None
         dtypes = {"BOOL": np.bool_, "I32": np.int32, "I64": np.int64, "F32": np.float32}
         kinds = {name: (info.dtype, len(info.shape)) for name, info in infos.items()}
@@ -166,13 +167,31 @@ class Trace:
             and int((found.output_lengths - 1).sum()) == slots
             and int(found.output_lengths.sum()) == len(found.tokens)
         )
-        if not fits:
+        if not fits or not _sound(found, drawn):
             raise ConfigError(f"{path}: the trace's arrays do not belong together; trace again.")
         return found
 
     def __repr__(self) -> str:
         prompts, slots = len(self.output_lengths), len(self.log_p)
         return f"<Trace: {prompts} prompts, {slots} slots, depths 0 to {self.max_depth}>"
+
+
+def _sound(found: Trace, drawn: tuple[Any, Any]) -> bool:
+    """Whether a file's values can be those of a trace: hits that begin each row, probabilities, settings that exist."""
+    hits = np.asarray(found.hits).view(np.uint8)
+    prefix = hits.max(initial=0) <= 1 and bool((hits[:, 1:] <= hits[:, :-1]).all())
+    with np.errstate(invalid="ignore"):
+        logs = all(not (np.asarray(x) > 1e-3).any() for x in (found.log_q, found.top, found.log_p))
+    sampling, temperature = drawn
+    return (
+        prefix
+        and logs
+        and len(found.output_lengths) > 0
+        and bool((found.prompt_lengths >= 1).all())
+        and sampling in ("greedy", "sampled")
+        and 0 <= temperature < float("inf")
+        and all(isinstance(name, str) for name in found.domains)
+    )
 
 
 def trace(

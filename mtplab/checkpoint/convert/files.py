@@ -6,6 +6,7 @@ Knows names of files only. Code and pickles never go along.
 from __future__ import annotations
 
 import os
+from collections.abc import Collection
 from fnmatch import fnmatchcase
 from io import FileIO
 from pathlib import Path
@@ -30,19 +31,21 @@ _FOLDERS = ("additional_chat_templates",)
 _LARGEST = 1 << 30  # bytes; nothing of the kinds above is near it
 
 
-def copy_beside(source: Path, target: Path) -> list[str]:
+def copy_beside(source: Path, target: Path, shards: Collection[Path]) -> list[str]:
     """Copy what is not weights from one folder to the other, flushed to disk; returns the names of what was left.
 
+    `shards` of `source` are weights whatever they are called, and were written anew.
     Raises CheckpointError for what cannot be read, OSError for what cannot be written.
     """
     left = []
     for path in _listed(source):
         name = path.name
-        if name.startswith(".") or name.endswith(".safetensors") or any(fnmatchcase(name, glob) for glob in _OURS):
+        weights = path in shards or name.endswith(".safetensors")
+        if weights or name.startswith(".") or any(fnmatchcase(name, glob) for glob in _OURS):
             continue
         if path.is_dir():
             if name in _FOLDERS:
-                left += [f"{name}/{item}" for item in _copy(path, target / name)]
+                left += [f"{name}/{item}" for item in _copy(path, target / name, shards)]
             else:
                 left.append(f"{name}/")
         elif not _take(path, target):
@@ -50,9 +53,9 @@ def copy_beside(source: Path, target: Path) -> list[str]:
     return left
 
 
-def _copy(source: Path, target: Path) -> list[str]:
+def _copy(source: Path, target: Path, shards: Collection[Path]) -> list[str]:
     target.mkdir(exist_ok=True)
-    return [path.name for path in _listed(source) if not _take(path, target)]
+    return [path.name for path in _listed(source) if path not in shards and not _take(path, target)]
 
 
 def _listed(folder: Path) -> list[Path]:
@@ -64,7 +67,7 @@ def _listed(folder: Path) -> list[Path]:
 
 def _take(path: Path, target: Path) -> bool:
     wanted = any(fnmatchcase(path.name, glob) for glob in _COPIED)
-    if not wanted or not path.is_file():
+    if not wanted or not path.is_file() or path.name.endswith(".safetensors"):
         return False
     descriptor, size = open_regular(path, "a file to copy")
     with os.fdopen(descriptor, "rb", buffering=0) as file:

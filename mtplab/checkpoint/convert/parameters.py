@@ -33,7 +33,8 @@ def pieces_of(info: TensorInfo, source: Checkpoint, asked: Asked) -> list[Piece]
         return apart
     name = module_of(source.values_name(info.name))
     module = asked.module(name)
-    is_weight = info.name == f"{name}.weight" and info.dtype in PLAIN_FLOATS and len(info.shape) == 2
+    # a weight without values has none to take a scale of
+    is_weight = info.name == f"{name}.weight" and info.dtype in PLAIN_FLOATS and len(info.shape) == 2 and info.nbytes
     if module is not None and is_weight and asked.quantises(module):
         return [encoded(info, None, name, _recipe_for(name, asked))]
     return [copied(info)]

@@ -121,8 +121,7 @@ def quantize_checkpoint(
     try:
         with Partial(target).opened(settings, origin, restart) as partial:
             resumed, nbytes = _write_shards(source, wish, decision, partial, progress, threads)
-            # what lies beside a single file without a config is anyone's
-            files_left = copy_beside(source.files.folder, partial.content) if source.config else []
+            files_left = _copied(source, partial.content)
             for name, content in configs.items():
                 write_json(partial.content / name, content)
             made = open_checkpoint(partial.content)
@@ -143,11 +142,18 @@ def quantize_checkpoint(
     )  # fmt: skip
 
 
+def _copied(source: Checkpoint, content: Path) -> list[str]:
+    """What lies beside the weights and was left. Beside a single file without a config it is anyone's: none of it."""
+    return copy_beside(source.files.folder, content, set(source.files.shards)) if source.config else []
+
+
 def _target(dst: str | os.PathLike[str]) -> Path:
     """Where to write. Raises ConfigError for what is there already or names no place, CheckpointError for no access."""
     try:
         target = Path(dst)
         check_free(target)
+    except ConfigError:
+        raise
     except (TypeError, ValueError):  # a NUL, say
         raise ConfigError(f"{shown(dst)}: expected the path of a folder that does not exist yet.") from None
     except OSError as error:

@@ -39,9 +39,10 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def identity(source: Checkpoint) -> dict[str, Any]:
-    """What tells that a source is the one it was: of each shard size, time of change and header; the configs' content.
+    """What tells that a source is the one it was: where each shard lies, its size, time of change and header; the
+    configs' content.
 
-    A change of values that leaves size and time as they were is not seen. Raises CheckpointError for a shard that
+    A change of values that leaves all of that as it was is not seen. Raises CheckpointError for a shard that
     cannot be read.
     """
     shards = {}
@@ -56,7 +57,11 @@ def identity(source: Checkpoint) -> dict[str, Any]:
         except OSError as error:
             raise CheckpointError(f"{path}: cannot be read: {error.strerror}.") from None
         name = path.relative_to(source.files.folder).as_posix()
-        shards[name] = {"size": found.st_size, "changed": found.st_mtime_ns, "header": digest}
+        # archives give files one time for all: two sources of the same shapes then differ in where they lie
+        shards[name] = {
+            "file": os.fsencode(os.path.realpath(path)).hex(), "inode": found.st_ino, "size": found.st_size,
+            "changed": found.st_mtime_ns, "header": digest,
+        }  # fmt: skip
     said = json.dumps([source.config, source.found.content if source.found else None], sort_keys=True)
     return {"config": hashlib.sha256(said.encode()).hexdigest(), **shards}
 

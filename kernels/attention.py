@@ -57,7 +57,8 @@ def attend_cache(
         scale: what scores are multiplied by, d^-½ where it is None.
         k_scale, v_scale: an FP8 cache holds k / k_scale and v / v_scale.
         longest: one more than the largest position, where the caller knows it; the table's reach otherwise, which
-            starts programs that end at once. Where it is too small, slots beyond it are left out.
+            starts programs that end at once. It must not be too small: rounded up to a whole `piece`, slots beyond it
+            are left out by the kernel, and not by the torch reference.
         most_tokens: the largest t that this cache will be asked for, t where it is None (see below).
         piece: slots that one program takes, a multiple of 64.
 

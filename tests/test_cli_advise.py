@@ -110,7 +110,7 @@ def test_the_check_prints_the_pages_table(capsys):
         (["--model", "Qwen3.5-27B", "--acceptance", "0.5", "--quant-policy", "int3"], "unknown quant_policy 'int3'"),
         (["--model", "Qwen3.5-27B", "--acceptance", "a"], "--acceptance 'a': expected a number"),
         (["--model", "Qwen3.5-27B", "--conditional", "0.5", "--max-depth", "99"], "depths is 99; expected"),
-        (["--model", "Qwen3.5-27B", "--acceptance", "0.5", "--measured", "none"], "none: expected the JSON of mtplab.bench kernels, found nothing"),
+        (["--model", "Qwen3.5-27B", "--acceptance", "0.5", "--measured", "none"], "none: expected the JSON of"),
         (["--model", "Qwen3.5-27B", "--results", "nowhere"], "no such results folder"),
     ],
 )

@@ -26,7 +26,7 @@ report: $(STAMP) ## run the main notebook on the bundled model; prints the path 
 test: $(STAMP) ## every test: unit, end to end, notebooks, browser
 	$(PYTEST) $(PYTEST_FLAGS)
 
-test-fast: $(STAMP) ## what fits into three minutes
+test-fast: $(STAMP) ## what fits into four minutes
 	$(PYTEST) -m "not slow and not browser" $(PYTEST_FLAGS)
 
 lab: $(STAMP) ## open the notebooks in JupyterLab

@@ -19,7 +19,7 @@ __all__ = ["OPERATIONS", "doctor", "examine"]
 OPERATIONS: dict[str, str | None] = {
     "quantising activations": "quantize_jit",
     "FP8 products, block scales": "gemm_block_jit",
-    "FP8 products, tensor and channel scales (no model uses them yet)": "gemm_scaled_jit",
+    "FP8 products, tensor and channel scales": "gemm_scaled_jit",
     "FP8 products of experts (no model uses them yet)": "gemm_grouped_jit",
     "experts' silu and quantisation (no model uses it yet)": "silu_quantize_jit",
     "writing the KV cache": "kv_write_jit",

@@ -1,5 +1,6 @@
 """`python -m mtplab.bench speed`: the table of `make bench`. `… products`: matrix products of few rows on a CPU.
-`… kernels`: FP8 kernels on a GPU. `… convert`: checkpoints written anew, GB a second and memory."""
+`… kernels`: FP8 kernels on a GPU. `… convert`: checkpoints written anew, GB a second and memory. `… peers`: llama.cpp
+and vLLM on the bundled model, with options of its own (`… peers --help`)."""
 
 from __future__ import annotations
 
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import torch
 
+from mtplab.bench.common import cpu_name, positive
 from mtplab.bench.products import KINDS, ProductLine, products
 from mtplab.bench.speed import Line, decoding, loading, prompts
 from mtplab.bench.tracing import tracing
@@ -24,8 +26,13 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def main(argv: list[str] | None = None) -> int:
     """Run a benchmark and print its table. Returns 0, or 2 for what cannot be run."""
+    given = sys.argv[1:] if argv is None else argv
+    if given[:1] == ["peers"]:
+        from mtplab.bench.peers import command
+
+        return command.main(given[1:])
     parser = argparse.ArgumentParser(prog="python -m mtplab.bench", description=__doc__)
-    parser.add_argument("what", choices=["speed", "products", "kernels", "convert"])
+    parser.add_argument("what", choices=["speed", "products", "kernels", "convert", "peers"])
     parser.add_argument("--data", type=Path, default=ROOT / "data", help="folder with the bundled checkpoints")
     parser.add_argument("--threads", type=positive, default=1)
     parser.add_argument("--tokens", type=positive, default=128)
@@ -36,7 +43,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--work", type=Path, help="folder `convert` works in (a temporary one, three times the size)")
     parser.add_argument("--no-compile", action="store_true", help="leave torch.compile out (it takes minutes)")
     parser.add_argument("-o", "--output", "--json", type=Path, help="write the numbers as JSON too")
-    args = parser.parse_args(argv)
+    args = parser.parse_args(given)
     if args.output and not args.output.parent.is_dir():
         parser.error(f"--output is {args.output}: there is no folder {args.output.parent}")
     if args.what == "kernels":
@@ -85,21 +92,6 @@ def main(argv: list[str] | None = None) -> int:
         rows["tracing"] = as_rows(trace_lines)
         args.output.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
     return 0
-
-
-def positive(text: str) -> int:
-    """A whole number from 1 up. Raises ValueError, which argparse reports, for any other."""
-    if (value := int(text)) < 1:
-        raise ValueError(text)
-    return value
-
-
-def cpu_name() -> str:
-    """The processor's name where Linux tells it, else its architecture."""
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text(encoding="utf-8").splitlines() if info.is_file() else []
-    named = (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-    return next(named, platform.processor() or platform.machine())
 
 
 def decoding_table(lines: list[Line]) -> str:

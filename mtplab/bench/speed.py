@@ -49,12 +49,18 @@ class Line:
         return "met" if met else "not met"
 
 
-def prompts(folder: Path, n: int) -> list[str]:
-    """The first n prompts, taken from the domains in turn. Raises ConfigError where there are not as many."""
+def all_prompts(folder: Path) -> list[str]:
+    """Every prompt of a folder, taken from the domains in turn. Raises ConfigError where there are none."""
     files = [f.read_text(encoding="utf-8").splitlines() for f in sorted(folder.glob("*.jsonl"))]
     rows = [json.loads(line)["text"] for lines in zip_longest(*files) for line in lines if line is not None]
     if not rows:
         raise ConfigError(f"{folder}: expected *.jsonl files of prompts, found none")
+    return rows
+
+
+def prompts(folder: Path, n: int) -> list[str]:
+    """The first n of `all_prompts`. Raises ConfigError where there are not as many."""
+    rows = all_prompts(folder)
     if n > len(rows):
         raise ConfigError(f"{n} prompts were asked for, {folder} has {len(rows)}")
     return rows[:n]

@@ -1,11 +1,11 @@
-"""Write the bundled BF16 checkpoint as a float32 GGUF file with its MTP head, for llama.cpp.
+"""Write the bundled BF16 checkpoint as a GGUF file with its MTP head, for llama.cpp: float32, or matrices in BF16.
 
-    python data/recipe/peers/to_gguf.py data/tiny-qwen3_5 WORK/tiny.gguf      # needs: gguf safetensors numpy tokenizers
+    python data/recipe/peers/to_gguf.py data/tiny-qwen3_5 WORK/tiny.gguf [bf16]      # needs: gguf numpy
 
 The layout is what llama.cpp's own converter makes of Qwen3.5 (architecture `qwen35`): norms stored as 1 + w, A as
 -exp(A_log), value heads in tiled order (k0 k1 k0 k1), the head as one more block with `nextn.*` tensors. Every BF16
-value becomes the same float32 value, so nothing is lost or gained. This module does not know about mtplab or about
-inference.
+value becomes the same float32 value, or stays as it is, so nothing is lost or gained; with a BF16 matrix, llama.cpp
+rounds what it multiplies it with. This module does not know about mtplab or about inference.
 """
 
 from __future__ import annotations
@@ -87,8 +87,8 @@ def rename(name: str, x: np.ndarray, c: dict) -> tuple[str, np.ndarray]:
     return f"blk.{block}.{LINEAR[part]}.weight", x
 
 
-def convert(source: Path, target: Path) -> None:
-    """Write the checkpoint folder `source` as one GGUF file."""
+def convert(source: Path, target: Path, bf16: bool = False) -> None:
+    """Write the checkpoint folder `source` as one GGUF file, its matrices in BF16 if so asked and else in float32."""
     import gguf
 
     c = json.loads((source / "config.json").read_text())
@@ -114,7 +114,7 @@ def convert(source: Path, target: Path) -> None:
     w.add_ssm_group_count(c["linear_num_key_heads"])
     w.add_ssm_time_step_rank(c["linear_num_value_heads"])
     w.add_ssm_inner_size(c["linear_value_head_dim"] * c["linear_num_value_heads"])
-    w.add_file_type(gguf.LlamaFileType.ALL_F32)
+    w.add_file_type(gguf.LlamaFileType.MOSTLY_BF16 if bf16 else gguf.LlamaFileType.ALL_F32)
     tokens = sorted(tokenizer["model"]["vocab"].items(), key=lambda item: item[1])
     special = {t["id"] for t in tokenizer["added_tokens"]}
     w.add_tokenizer_model("gpt2")
@@ -126,7 +126,13 @@ def convert(source: Path, target: Path) -> None:
     w.add_add_bos_token(False)
     for name, x in sorted(read(source / "model.safetensors").items()):
         new, values = rename(name, x, c)
-        w.add_tensor(new, np.ascontiguousarray(values, dtype=np.float32))
+        values = np.ascontiguousarray(values, dtype=np.float32)
+        # the convolution's kernel is a matrix by shape alone
+        if bf16 and values.ndim == 2 and "conv1d" not in new:
+            kind = gguf.GGMLQuantizationType.BF16
+            w.add_tensor(new, gguf.quantize(values, kind), raw_dtype=kind)
+        else:
+            w.add_tensor(new, values)
     w.write_header_to_file()
     w.write_kv_data_to_file()
     w.write_tensors_to_file()
@@ -135,4 +141,4 @@ def convert(source: Path, target: Path) -> None:
 
 
 if __name__ == "__main__":
-    convert(Path(sys.argv[1]), Path(sys.argv[2]))
+    convert(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:] == ["bf16"])

@@ -1,0 +1,134 @@
+"""What our model makes of another engine's text: how far each token leads, and what the head would have drafted there.
+
+The text is fed to our decoder as if it had chosen it, so that every position and every slot can be looked at, also
+past the first token where the engine's text is not ours. Knows nothing of engines or their rounds.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mtplab.decode.accept import Verdict
+from mtplab.decode.chains import SlotTable, _Batch, _Chains
+from mtplab.decode.settings import RunSettings, resolve_run
+from mtplab.decode.tracing import TargetRun
+from mtplab.models import Model
+from mtplab.models.rows import pad_rows, row_count
+
+__all__ = ["Forced", "Leads", "force"]
+
+
+@dataclass(frozen=True)
+class Leads:
+    """By how much a token's logit leads the largest of the others (negative: how far it lies behind), and the size of
+    the logits there. `lead` and `size` are float32 of one shape; NaN where nobody looked."""
+
+    lead: np.ndarray
+    size: np.ndarray
+
+
+@dataclass(frozen=True)
+class Forced:
+    """Of prompts with texts of n tokens each: `target` leads [p, n] of the text's tokens, `rivals` [p, n] the token
+    that is likeliest besides; `hits` [p, n − 1, k] as in a trace, and `draft` leads [p, n − 1, k] of the token that
+    draft j stands for (NaN past a miss)."""
+
+    target: Leads
+    rivals: np.ndarray
+    hits: np.ndarray
+    draft: Leads
+
+
+def force(
+    model: Model, prompts: list[list[int]], texts: list[list[int]], depth: int, carried: bool = False
+) -> Forced:
+    """Read texts of equal length n > 1 after prompts, exactly, in the model's dtype.
+
+    `carried`: the head's cache begins with one more slot, as llama.cpp's does: the prompt's first token, with the
+    hidden state that the prompt before it ended in (zeros for the first).
+    """
+    tokens = len(texts[0])
+    assert all(len(text) == tokens for text in texts), "texts of equal length are forced together"
+    asked = _settings(model, prompts, depth, tokens)
+    with torch.inference_mode():
+        run = _ForcedRun(model, asked, texts)
+        run.go(None, None)
+        hidden = run.output.hidden
+        if carried:
+            hidden = _with_carried(list(hidden.split([len(ids) + tokens - 1 for ids in prompts])))
+            prompts = [[0, *ids] for ids in prompts]
+            asked = _settings(model, prompts, depth, tokens)
+        table = SlotTable.empty(len(texts) * (tokens - 1), depth)
+        chains = _Measured(_Batch(model, asked, prompts, texts, hidden), table, asked, None)
+        chains.run()
+    shape = (len(texts), tokens - 1, depth)
+    lead, size, rivals = (torch.stack(list(x), 1).numpy() for x in zip(*run.seen, strict=True))
+    draft = Leads(chains.lead.reshape(shape), chains.size.reshape(shape))
+    return Forced(Leads(lead, size), rivals, table.hits.reshape(shape), draft)
+
+
+def _settings(model: Model, prompts: list[list[int]], depth: int, tokens: int) -> RunSettings:
+    plain = {"temperature": 0.0, "seed": 0, "max_new_tokens": tokens, "top_k": 0, "top_p": 1.0, "quant_policy": "none"}
+    rest = {"draft_quant_policy": None, "draft_sampling": "greedy", "target_hidden": "post_norm"}
+    last = {"draft_hidden": "post_norm", "exact": True, "compile": False, "ignore_eos": True, "threads": None}
+    return resolve_run(
+        model, prompts, depth, **plain, **rest, **last, max_batch=len(prompts), on_round=None, cancel=None
+    )
+
+
+def _with_carried(parts: list[Tensor]) -> Tensor:
+    before = [torch.zeros_like(parts[0][:1]), *(part[-1:] for part in parts)]
+    return torch.cat([x for pair in zip(before, parts, strict=False) for x in pair])
+
+
+def leads(logits: Tensor, ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Logits [m, v] and tokens [m] → (lead [m], size [m], the likeliest other token [m]), on the CPU."""
+    logits = logits.float()
+    mine = logits.gather(1, ids[:, None])[:, 0]
+    best, rival = logits.scatter(1, ids[:, None], -torch.inf).max(1)
+    return (mine - best).cpu(), torch.maximum(mine.abs(), best.abs()).cpu(), rival.cpu()
+
+
+class _ForcedRun(TargetRun):
+    """Plain decoding that emits given texts, whatever the target would say, and notes their leads as it goes."""
+
+    def __init__(self, model: Model, asked: RunSettings, texts: list[list[int]]) -> None:
+        plain = asked.spec.model_copy(update={"depth": 0})
+        super().__init__(
+            model, asked.ids, plain, asked.sampling, asked.policy, asked.draft_policy, asked.exact
+        )
+        self.texts = torch.tensor(texts, device=model.device)
+        self.seen: list[tuple[Tensor, Tensor, Tensor]] = []
+
+    def _next(self, logits: Tensor) -> Tensor:
+        given = self.texts[:, len(self.seen)]
+        self.seen.append(leads(logits[:, 0], given))
+        return given[:, None]
+
+    def _choose(self, logits: Tensor, positions: np.ndarray) -> Tensor:
+        return self._next(logits)
+
+    def _verdict(self, drafts: Tensor, draft_probs: Tensor | None, logits: Tensor) -> Verdict:
+        return Verdict(torch.zeros_like(self._ends), self._next(logits))
+
+
+class _Measured(_Chains):
+    """Chains that note by how much each draft's token leads."""
+
+    def __init__(self, *args) -> None:
+        super().__init__(*args)
+        self.lead = np.full(self.table.hits.shape, np.nan, np.float32)
+        self.size = self.lead.copy()
+
+    def _judge_band(self, at: np.ndarray, normed: Tensor, step: int) -> None:
+        batch = self.batch
+        logits = batch.model.target.logits(pad_rows(normed, row_count(len(normed), batch.exact)))[: len(normed)]
+        rows = torch.from_numpy(self.rows[at]).to(logits.device)
+        ids = batch.output[rows, torch.from_numpy(self.slots[at] + step).to(logits.device)]
+        lead, size, _ = leads(logits, ids)
+        self.lead[at, step - 1], self.size[at, step - 1] = lead.numpy(), size.numpy()
+        super()._judge_band(at, normed, step)

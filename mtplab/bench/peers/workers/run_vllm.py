@@ -1,0 +1,84 @@
+"""One depth in vLLM's CPU build: `python run_vllm.py RESULT < job`. Knows nothing of mtplab.
+
+Greedy, end of text ignored, BF16 (all that its gated delta rule takes there), prefix caching off, every prompt of a
+batch at once. Rounds are vLLM's own per-request records of the same run, and the counters it publishes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from importlib.metadata import version
+from pathlib import Path
+
+JOB = json.load(sys.stdin) if __name__ == "__main__" else {}
+
+# read when vllm is imported
+os.environ["OMP_NUM_THREADS"] = str(JOB.get("threads", 1))
+os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
+os.environ["VLLM_CPU_KVCACHE_SPACE"] = "1"
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+os.environ["VLLM_NO_USAGE_STATS"] = "1"
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+
+def counters(llm) -> dict[str, int | list[int]]:
+    """vLLM's speculative counters, without prefix."""
+    found = {}
+    for metric in llm.get_metrics():
+        if "spec_decode" in metric.name:
+            values = getattr(metric, "values", None)
+            name = metric.name.removeprefix("vllm:spec_decode_")
+            found[name] = list(values) if values is not None else int(metric.value)
+    return found
+
+
+def main() -> None:
+    """Run the job on stdin."""
+    began = time.perf_counter()
+    from vllm import LLM, SamplingParams
+    from vllm.inputs import TokensPrompt
+
+    spec = {}
+    if JOB["depth"]:
+        spec = {
+            "speculative_config": {"method": "mtp", "num_speculative_tokens": JOB["depth"]},
+            "per_request_spec_decode_metrics": "detailed",
+        }
+    llm = LLM(
+        model=JOB["model"],
+        dtype="bfloat16",
+        max_model_len=1024,
+        max_num_seqs=JOB["batch"],
+        enforce_eager=True,
+        enable_prefix_caching=False,
+        disable_log_stats=False,
+        **spec,
+    )
+    load = time.perf_counter() - began
+    greedy = SamplingParams(temperature=0.0, max_tokens=JOB["tokens"], ignore_eos=True)
+    began = time.perf_counter()
+    answers = llm.generate([TokensPrompt(prompt_token_ids=ids) for ids in JOB["prompts"]], greedy, use_tqdm=False)
+    work = time.perf_counter() - began
+    outputs = []
+    for answer in answers:
+        one = answer.outputs[0]
+        steps = one.spec_decode_metrics
+        outputs.append({"ids": list(one.token_ids)})
+        if steps is not None:
+            outputs[-1] |= {"drafted": list(steps.per_step_drafted), "accepted": list(steps.per_step_accepted)}
+    found = {
+        "version": f"vllm-cpu {version('vllm-cpu')}",
+        "load": load,
+        "work": work,
+        "tokens": sum(len(each["ids"]) for each in outputs),
+        "outputs": outputs,
+        "counters": counters(llm) if JOB["depth"] else {},
+    }
+    Path(sys.argv[1]).write_text(json.dumps(found), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

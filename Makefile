@@ -13,7 +13,7 @@ PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup
 STRIP := $(BIN)/nbstripout --extra-keys "metadata.papermill cell.metadata.papermill"
 
 .DEFAULT_GOAL := help
-.PHONY: help venv report test test-fast lab lint format bench kernels-report pins clean distclean
+.PHONY: help venv report test test-fast lab lint format bench peers bench-peers kernels-report pins clean distclean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -42,6 +42,12 @@ format: $(STAMP) ## let ruff and nbstripout repair what they can
 
 bench: $(STAMP) ## speed against transformers, same weights and threads
 	$(BIN)/python -m mtplab.bench speed
+
+peers: $(STAMP) ## llama.cpp and vLLM, each into an environment of its own under build/peers
+	$(BIN)/python -m mtplab.bench peers --install --pip-flags "$(PIP_FLAGS)"
+
+bench-peers: $(STAMP) ## depths 0 to 8 in llama.cpp, in vLLM and in one trace; skips what make peers has not installed
+	$(BIN)/python -m mtplab.bench peers
 
 kernels-report: $(STAMP) ## compile every kernel for every GPU; writes kernels/README.md's table
 	env -u TRITON_INTERPRET $(BIN)/python -m mtplab.kernels.compile_report

@@ -59,8 +59,8 @@ class Keeper:
 def run_job(
     command: Sequence[str], job: Mapping[str, Any], folder: Path, name: str, seconds: float, env: Mapping[str, str]
 ) -> dict[str, Any]:
-    """Run a worker on a job; its result, with `wall` seconds from its start to its end, `cpu` seconds of processor that it
-    and what it waited for took, and the machine's load before.
+    """Run a worker on a job; its result, with `wall` seconds from its start to its end, `cpu` seconds of processor that
+    it and what it waited for took, and the machine's load before.
 
     Raises MtplabError where it fails or takes longer than `seconds`; what it printed stays in `folder`. A SIGTERM is
     taken as the end of the program, so that the worker ends with it.

@@ -15,13 +15,15 @@ from pathlib import Path
 def main() -> None:
     """Run the job on stdin."""
     job = json.load(sys.stdin)
-    import mtplab
+    from mtplab import __version__
+    from mtplab.models import load_model
+    from mtplab.study.trace import trace
 
     began = time.perf_counter()
-    model = mtplab.load_model(job["model"])
+    model = load_model(job["model"])
     load = time.perf_counter() - began
     began = time.perf_counter()
-    made = mtplab.trace(
+    made = trace(
         model,
         job["prompts"],
         job["depth"],
@@ -34,7 +36,7 @@ def main() -> None:
     found = made.acceptance()
     rounds = [found.stats(depth).rounds for depth in found.depths]
     work = time.perf_counter() - began
-    out = {"version": f"mtplab {mtplab.__version__}", "load": load, "work": work, "rounds": rounds,
+    out = {"version": f"mtplab {__version__}", "load": load, "work": work, "rounds": rounds,
            "tokens": sum(map(len, made.outputs))}  # fmt: skip
     Path(sys.argv[1]).write_text(json.dumps(out), encoding="utf-8")
 

@@ -15,7 +15,7 @@ from mtplab.report.rows import Record, as_records, at_temperature, setting_words
 from mtplab.report.text import escape, human_bytes
 from mtplab.study.hint import faint_draft
 from mtplab.study.interval import change_error
-from mtplab.study.soundness import CRITERION, sentences
+from mtplab.study.soundness import CRITERION, kl_words, sentences
 from mtplab.study.speed import BATCH, ODD, costs
 from mtplab.study.words import cache_words
 
@@ -210,10 +210,9 @@ def _prompts(record: Record) -> str:
 
 
 def _kl(record: Record) -> str:
-    error = f" ± {1e3 * record['kl_error']:.2g}" if record.get("kl_error") else ""
     setting = f"{record['weights_label']}, KV cache {record['policy_label']}"
     top1 = f"the same likeliest token at {100 * record['top1_agreement']:.1f} % of positions"
-    return f"{1e3 * record['kl']:.3g}{error} millinats per token ({setting}; {top1})"
+    return f"{kl_words(record).replace('±', '± ')} millinats per token ({setting}; {top1})"
 
 
 def _machine(record: Record) -> str:

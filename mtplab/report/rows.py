@@ -33,6 +33,7 @@ LABELS = ("policy_label", "weights_label", "series", "length_error", "domain_err
 
 _TELLING = ("method", "prompt_set", "seed", "top_k", "top_p")
 
+
 def as_records(rows: Any) -> list[Record]:
     """Every row as a dict with a key more for each of `LABELS`.
 

@@ -130,7 +130,7 @@ def build_units(
             target_set = engine.exclude
             if draft_set is None and spec.exclude != engine.exclude:
                 draft_set = spec.exclude
-        variant, plan = _variant(checkpoint, engine, target_set, draft_set)
+        variant, plan = _variant(checkpoint, identity, engine, target_set, draft_set)
         target_plan = plan_digest(module for module in plan.modules if module.part != "draft")
         quantised = variant.model_format is not None or checkpoint.quantization is not None
         label = exclude_label(target_set, quantised)
@@ -185,7 +185,7 @@ def _judge(
         _check_reference(reference, checkpoint)
         identity = checkpoint_identity(reference)
     plain = engine.model_copy(update={"exclude": None, "model_format": None})
-    variant, _ = _variant(reference or checkpoint, plain, None, None)
+    variant, _ = _variant(reference or checkpoint, identity, plain, None, None)
 
     def task(config: PointConfig, plan: str) -> QualityTask:
         texts = config.texts_hash(identity)
@@ -252,7 +252,9 @@ def _exclusion(name: str, item: Any) -> str | tuple[str, ...] | None:
     return globs or "none"
 
 
-def _variant(checkpoint: Any, engine: EngineConfig, exclude: Any, draft_exclude: Any) -> tuple[Variant, Any]:
+def _variant(
+    checkpoint: Any, identity: str, engine: EngineConfig, exclude: Any, draft_exclude: Any
+) -> tuple[Variant, Any]:
     """The weights to load for a pair of exclusion sets, and their plan."""
     model_format = weight_format(checkpoint, engine.model_format, exclude, draft_exclude)
     variant = Variant(
@@ -268,8 +270,9 @@ def _variant(checkpoint: Any, engine: EngineConfig, exclude: Any, draft_exclude:
     )
     weights = ("exclude", "draft_exclude", "model_format")
     plan = checkpoint.plan(**{k: v for k, v in variant.arguments().items() if k in weights})
-    key = f"{plan_digest(plan.modules)} {engine.device} {engine.dtype} {engine.activation_rounding} {engine.exact}"
-    return replace(variant, key=key), plan
+    # the checkpoint too: a worker may keep a model from another sweep, of other weights under the same plan
+    arithmetic = f"{engine.device} {engine.dtype} {engine.activation_rounding} {engine.exact}"
+    return replace(variant, key=f"{identity} {plan_digest(plan.modules)} {arithmetic}"), plan
 
 
 def exclusion_remark(checkpoint: Any, plan: Any, *exclusions: Any) -> str | None:

@@ -17,7 +17,7 @@ from typing import Any
 
 from mtplab.study.words import cache_words, weights_words
 
-__all__ = ["BROKEN", "COLUMNS", "CRITERION", "MARK", "faults", "quality_cells", "quality_notes", "sentences"]
+__all__ = ["COLUMNS", "CRITERION", "MARK", "faults", "kl_words", "quality_cells", "quality_notes", "sentences"]
 
 COLUMNS = ("KL, mnat", "top-1", "perplexity")
 BROKEN = 1.5  # times the perplexity of the unquantised target
@@ -97,9 +97,9 @@ def quality_notes(rows: Iterable[Any]) -> list[str]:
     kinds = {"own": "what the unquantised target writes at temperature 1 from the prompts", "prompts": "the prompts"}
     words = list(dict.fromkeys(kinds.get(text.partition(":")[0], text) for text in texts))
     if words:
-        told.append(
-            f"KL (from the unquantised target, millinats per token), top-1 and perplexity are over {' or '.join(words)}" + ("" if len(texts) == 1 else "; lines over different texts do not compare")
-        )
+        several = "; lines over different texts do not compare" if len(texts) > 1 else ""
+        over = f"{' or '.join(words)}{several}"
+        told.append(f"KL (from the unquantised target, millinats per token), top-1 and perplexity are over {over}")
     return told
 
 
@@ -118,7 +118,7 @@ def quality_cells(rows: Iterable[Any]) -> list[tuple[str, str, str]] | None:
 def kl_words(row: Any) -> str:
     """Millinats per token, with its ±: `4.67 ±0.22`."""
     kl, error = _get(row, "kl"), _get(row, "kl_error")
-    return "–" if kl is None else f"{1e3 * kl:.3g}" + (f" ±{1e3 * error:.2g}" if error else "")
+    return "–" if kl is None else _short(1e3 * kl, 3) + (f" ±{_short(1e3 * error, 2)}" if error else "")
 
 
 def top1_words(row: Any) -> str:
@@ -130,7 +130,11 @@ def top1_words(row: Any) -> str:
 def perplexity_words(row: Any) -> str:
     """`24.9 ×1.006`: the perplexity, and its ratio to the reference's."""
     mine, theirs = _get(row, "perplexity"), _get(row, "reference_perplexity")
-    return "–" if mine is None else f"{mine:.3g}" + (f" ×{mine / theirs:.4g}" if theirs else "")
+    return "–" if mine is None else _short(mine, 3) + (f" ×{mine / theirs:.4g}" if theirs else "")
+
+
+def _short(value: float, digits: int) -> str:
+    return f"{value:.0f}" if value >= 10**digits else f"{value:.{digits}g}"
 
 
 def _named(row: Any) -> str:

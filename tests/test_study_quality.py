@@ -316,3 +316,14 @@ def test_high_acceptance_over_a_broken_target_is_marked(bundled, bundled_fp8, tm
     for text in (both.to_table(), both._repr_html_(), " ".join(Conclusion(both).sentences)):
         assert "the target is broken (KL of" in text and says in text and "ln 1.5 = 0.405 nats" in text
     assert "⚠" not in good.to_table() and "broken" not in " ".join(Conclusion(good).sentences)
+
+
+def test_a_calibrated_caches_scales_are_those_of_the_sweeps_texts(bundled, tmp_path):
+    settings = {**SETTINGS, "results": tmp_path, "quant_policy": "fp8_e4m3:calibrated"}
+    one, other = (sweep(bundled, calibration=texts, **settings).rows[0] for texts in (PROMPTS[:1], PROMPTS[1:]))
+    reference = load_model(bundled)
+    texts = measuring.own_texts(reference, PROMPTS, 12, seed=0)
+    skip = [len(reference.encode(prompt)) - 1 for prompt in PROMPTS]
+    by_hand = {"quant_policy": one.quant_policy, "skip": skip, "exact": True, "calibration": PROMPTS[1:]}
+    assert other.kl == measuring.quality(reference, texts, reference, **by_hand).mean_kl
+    assert len(files(tmp_path)) == 2 and len(files(tmp_path, "texts")) == 1 and one.quality_text == other.quality_text

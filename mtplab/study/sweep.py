@@ -68,6 +68,7 @@ def sweep(
     reference: Any = None,
     load_model: Callable[..., Any] | None = None,
     generate: Callable[..., Any] | None = None,
+    calibration: Any = None,
 ) -> SweepResult:
     """Runs exclusions × prompt sets × temperatures × cache policies, each at every depth.
 
@@ -105,6 +106,8 @@ def sweep(
             model. None takes the swept checkpoint itself where it is unquantised; where it is stored in FP8 there is
             then no KL, and perplexity is that of the prompts.
         executor: any `concurrent.futures.Executor`; its workers must see the `results` folder. Default: here.
+        calibration: texts that calibrated cache policies take their scales from, as `prompts` are given; None is the
+            bundled prompts. Part of such a point's hash.
         load_model, generate: other callables with the signatures of mtplab's own.
 
     Returns:
@@ -162,6 +165,7 @@ def sweep(
         method=method,
         quality=quality,
         reference=None if reference is None else opened(reference, "reference")[0],
+        calibration=calibration,
     )
     if results is None:
         results = Path("results") / checkpoint_folder(checkpoint).resolve().name

@@ -154,6 +154,7 @@ class QualityMeter:
             skip=mine.skips,
             exact=config.exact,
             cancel=cancel,
+            **({} if config.calibration is None else {"calibration": [list(ids) for ids in config.calibration]}),
         )
         numbers = {
             "kl": found.mean_kl,

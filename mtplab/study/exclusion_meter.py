@@ -26,6 +26,7 @@ from mtplab.errors import ConfigError
 from mtplab.study.interval import jackknife, without_one
 from mtplab.study.module_groups import ModuleGroup, module_groups, never_fp8
 from mtplab.study.point import canonical_json
+from mtplab.study.prompts import calibration_ids
 
 __all__ = ["Change", "ExclusionMeter", "Measured", "kl_change", "length_change", "relative_loss"]
 
@@ -144,6 +145,11 @@ class ExclusionMeter:
         self.groups = module_groups(opened, groups, keep)
         if type(depth) is not int or not 1 <= depth <= MAX_DEPTH:
             raise ConfigError(f"depth is {depth!r:.60}; expected a whole number from 1 to {MAX_DEPTH}")
+        if type(max_new_tokens) is not int or max_new_tokens < 2:
+            raise ConfigError(
+                f"max_new_tokens is {max_new_tokens!r:.60}; expected a whole number of at least 2: the first token "
+                "belongs to no round"
+            )
         found = load_prompts(prompts) if prompts is not None else load_prompts().narrowed(limit=2)
         self.model = load_model(checkpoint, device=device, quant_policy=quant_policy, exact=exact)
         if self.model.draft is None:
@@ -288,6 +294,7 @@ class ExclusionMeter:
             threads=None,
             on_round=None,
             cancel=self.cancel,
+            calibration=calibration_ids([self.model.engine.quant_policy], self.model.encode),
         )
         mine = self._of_target(excluded)
         if mine not in self._outputs:

@@ -41,7 +41,7 @@ DISTRIBUTION = {
 # other engines the model card is measured with: each runs in an environment of its own, never in this one
 # libraries that the GPU benchmark measures too where somebody has installed them
 RIVALS = {"deep_gemm", "vllm"}
-PEERS = {"xllamacpp", "gguf", "vllm"}
+PEERS = {"xllamacpp", "gguf", "vllm", "torchvision"}
 
 
 def requirements(*extras: str) -> dict[str, Requirement]:

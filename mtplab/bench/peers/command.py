@@ -53,7 +53,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--depths", type=depths_of, default=list(DEPTHS), metavar="0-8", help="0 to 8, as 0-8 or 0,3")
     parser.add_argument("--prompts", type=positive, default=32)
     parser.add_argument("--tokens", type=positive, default=128)
-    parser.add_argument("--batches", type=batches_of, default=[8, 32], metavar="8,32", help="tried in llama.cpp")
+    parser.add_argument("--batches", type=batches_of, default=[32], metavar="8,32", help="prompts at once in llama.cpp")
     parser.add_argument("--threads", type=positive, default=1)
     parser.add_argument("--rounds", type=positive, default=3, help="of ours; the median counts")
     parser.add_argument("--timeout", type=positive, default=300, help="seconds of one process")
@@ -168,22 +168,22 @@ class _Bench:
 
     def _compared(self, peer: Peer, ours: Trace, in_bf16: Model, found: dict[str, Any]) -> Compared:
         llama = peer.name == "llamacpp"
-        return compare(self.model, in_bf16, self.prompts, ours, found["rounds"], float32=llama, carries=llama)
+        texts, leads = found["rounds"], found.get("leads")
+        return compare(self.model, in_bf16, self.prompts, ours, texts, float32=llama, carries=llama, leads=leads)
 
     def _llamacpp(self) -> dict[str, Any]:
-        """Seconds one prompt at a time and at the best of the batches, each with the quicker of two files, and the
-        rounds in float32 of prompts that ran alone."""
+        """Seconds one prompt at a time and at the best of the batches, with a BF16 file, and the rounds of prompts that
+        ran alone in float32."""
         python, args = self.there["llamacpp"], self.args
         files = {kind: self._gguf(python, kind) for kind in ("float32", "bf16")}
         command = [str(python), str(HERE / "workers" / "run_llamacpp.py")]
-        alone, batched, rounds, reported = {}, {}, {}, {}
+        alone, batched, rounds, reported, leads = {}, {}, {}, {}, None
         for depth in args.depths:
-            took: dict[int, float] = {}
+            took = {}
             for batch in sorted({1, *args.batches}):
-                for kind, file in files.items():
-                    job = self._job("llamacpp", depth, batch) | {"model": str(file)}
-                    result = self._result(f"llamacpp-{kind}-depth{depth}-batch{batch}", command, job)
-                    took[batch] = min(took.get(batch, float("inf")), result["load"] + result["work"])
+                job = self._job("llamacpp", depth, batch) | {"model": str(files["bf16"])}
+                result = self._result(f"llamacpp-depth{depth}-batch{batch}", command, job)
+                took[batch] = result["load"] + result["work"]
             alone[depth] = took[1]
             batched[depth] = min(took[batch] for batch in args.batches)
             job = self._job("llamacpp", depth, 1) | {"model": str(files["float32"]), "counts": True}
@@ -191,14 +191,17 @@ class _Bench:
             texts = [each["ids"] for each in outputs]
             emitted = [emitted_of_chunks(x["chunks"], depth, args.tokens) for x in outputs] if depth else []
             rounds[depth] = texts, emitted
+            if not depth:
+                leads = [each["leads"] for each in outputs]
             last = [each["chunks"][-1] for each in outputs]
-            reported[depth] = f"{sum(x[2] for x in last)} drafted, {sum(x[3] for x in last)} accepted"
+            if depth:
+                reported[depth] = f"{sum(x[2] for x in last)} drafted, {sum(x[3] for x in last)} accepted"
         batches = " or ".join(map(str, args.batches))
         races = {
             "llama.cpp, one prompt at a time": (alone, ALONE),
-            f"llama.cpp, best of {batches} at once": (batched, BATCHED),
+            f"llama.cpp, {batches} at once": (batched, BATCHED),
         }
-        return {"races": races, "rounds": rounds, "reported": reported}
+        return {"races": races, "rounds": rounds, "reported": reported, "leads": leads}
 
     def _vllm(self) -> dict[str, Any]:
         """Seconds of whole processes, all prompts at once, and the rounds of the same runs."""

@@ -22,7 +22,8 @@ from mtplab.study.trace import Trace
 
 __all__ = ["SLOT", "Compared", "Depth", "Draft", "Parting", "Spread", "Token", "bf16_step", "compare", "is_tie"]
 
-# logits of float32 engines closer than this are a tie that the order of summation decides
+# logits of float32 engines closer than this are a tie that the order of summation decides, unless it was measured how
+# far the engine's leads lie from ours
 FLOAT32_TIE = 1e-3
 # two logits rounded to BF16 come a step nearer or farther by that alone, and hidden states in BF16 add as much
 BF16_TIE_STEPS = 2.0
@@ -34,9 +35,10 @@ def bf16_step(size: float) -> float:
     return float(2.0 ** (np.floor(np.log2(abs(size))) - 7)) if size else 0.0
 
 
-def is_tie(lead: float, size: float, float32: bool) -> bool:
-    """Whether a lead in float32 logits of this size is one that the engine's arithmetic does not resolve."""
-    return abs(lead) <= (FLOAT32_TIE if float32 else BF16_TIE_STEPS * bf16_step(size))
+def is_tie(lead: float, size: float, tie: float | None) -> bool:
+    """Whether a lead in float32 logits of this size is one that an engine's arithmetic does not resolve: at most `tie`,
+    or where that is None, what BF16 does not."""
+    return abs(lead) <= (BF16_TIE_STEPS * bf16_step(size) if tie is None else tie)
 
 
 @dataclass(frozen=True)
@@ -99,13 +101,15 @@ class Depth:
 
 @dataclass
 class Compared:
-    """All of one engine. `behind`: tokens of its texts that we would not have chosen, partings included."""
+    """All of one engine. `behind`: tokens of its texts that we would not have chosen, partings included. `tie`: the
+    largest margin that counts as a near-tie, None where that is `BF16_TIE_STEPS` steps."""
 
     depths: list[Depth] = field(default_factory=list)
     partings: list[Parting] = field(default_factory=list)
     behind: list[Token] = field(default_factory=list)
     drafts: list[Draft] = field(default_factory=list)
     rounds: int = 0
+    tie: float | None = None
     target_spread: Spread | None = None
     draft_spread: Spread | None = None
 
@@ -123,13 +127,15 @@ def compare(
     found: dict[int, tuple[list[list[int]], list[list[int]]]],
     float32: bool,
     carries: bool,
+    leads: list[list[float]] | None = None,
 ) -> Compared:
     """`found`: depth → texts [p][n] of an engine and tokens emitted by each of its rounds [p][r]; no rounds at depth 0.
 
     `float32`: what the engine computes in, else BF16. `carries`: its head's cache begins with a slot left by the
-    prompt before (`force`).
+    prompt before (`force`). `leads` [p][n]: by how much the engine has its tokens of depth 0 lead; margins up to the
+    farthest of these from ours are then its near-ties.
     """
-    out, deepest = Compared(), ours.max_depth
+    out, deepest = Compared(tie=FLOAT32_TIE if float32 else None), ours.max_depth
     mine, our_hits = ours.outputs, np.split(np.asarray(ours.hits), len(prompts))
     looked: dict[tuple, _Look] = {}
     partings: dict[tuple[int, int, int], list[int]] = {}
@@ -139,6 +145,8 @@ def compare(
         if key not in looked:
             looked[key] = _Look(model, in_bf16, prompts, texts, deepest, carries)
         look = looked[key]
+        if leads is not None and not depth:
+            out.tie = float(np.abs(np.asarray(leads) - look.plain.target.lead).max())
         same = [text == own for text, own in zip(texts, mine, strict=True)]
         for p, at in ((p, _parts(mine[p], texts[p])) for p, equal in enumerate(same) if not equal):
             partings.setdefault((p, at, texts[p][at]), []).append(depth)
@@ -168,19 +176,19 @@ def compare(
         )
     for (p, at, _), depths in sorted(partings.items()):
         look = next(x for x in looked.values() if x.texts[p][:at] == mine[p][:at] and x.texts[p][at] != mine[p][at])
-        token = look.token(p, at, float32)
+        token = look.token(p, at, out.tie)
         out.partings.append(Parting(**{**vars(token), "rival": mine[p][at]}, depths=tuple(depths)))
     seen = {}
     for look in looked.values():
         for p, at in np.argwhere(look.plain.target.lead < 0).tolist():
-            seen.setdefault((p, tuple(look.texts[p][: at + 1])), look.token(p, at, float32))
+            seen.setdefault((p, tuple(look.texts[p][: at + 1])), look.token(p, at, out.tie))
     out.behind = list(seen.values())
     for (key, what, mended), depths in sorted(drafts.items(), key=lambda x: dataclasses.astuple(x[0][1])):
         same = looked[key].texts[what.prompt] == mine[what.prompt]
-        out.drafts.append(looked[key].draft(what, tuple(depths), same, float32, mended))
+        out.drafts.append(looked[key].draft(what, tuple(depths), same, out.tie, mended))
     looks = list(looked.values())
-    out.target_spread = _spread([(x.plain.target, x.bf16.target) for x in looks], float32)
-    out.draft_spread = _spread([(x.plain.draft, x.bf16.draft) for x in looks], float32)
+    out.target_spread = _spread([(x.plain.target, x.bf16.target) for x in looks], out.tie)
+    out.draft_spread = _spread([(x.plain.draft, x.bf16.draft) for x in looks], out.tie)
     return out
 
 
@@ -201,7 +209,7 @@ class _Look:
         self.bf16: Forced = force(in_bf16, prompts, texts, depth)
         self.closest = force(model, prompts, texts, depth, carried=True) if carries else self.plain
 
-    def token(self, p: int, at: int, float32: bool) -> Token:
+    def token(self, p: int, at: int, tie: float | None) -> Token:
         lead, size = float(self.plain.target.lead[p, at]), float(self.plain.target.size[p, at])
         return Token(
             prompt=p,
@@ -211,14 +219,16 @@ class _Look:
             lead=lead,
             lead_bf16=float(self.bf16.target.lead[p, at]),
             step=bf16_step(size),
-            tie=is_tie(lead, size, float32),
+            tie=is_tie(lead, size, tie),
         )
 
-    def draft(self, what: Difference, depths: tuple[int, ...], same_text: bool, float32: bool, mended: bool) -> Draft:
+    def draft(
+        self, what: Difference, depths: tuple[int, ...], same_text: bool, tie: float | None, mended: bool
+    ) -> Draft:
         """`mended`: whether the difference is gone once our head has the slot that the engine carries."""
         where, leads = (what.prompt, what.slot, what.step - 1), (self.plain if mended else self.closest).draft
         lead, size = float(leads.lead[where]), float(leads.size[where])
-        why = SLOT if mended else "near-tie" if is_tie(lead, size, float32) else "unexplained"
+        why = SLOT if mended else "near-tie" if is_tie(lead, size, tie) else "unexplained"
         return Draft(what, depths, same_text, lead, float(self.bf16.draft.lead[where]), bf16_step(size), why)
 
 
@@ -231,13 +241,13 @@ def _total(emitted: Sequence[Sequence[int]], depth: int) -> Counts:
     return reduce(add, (counts_of(rounds, depth) for rounds in emitted))
 
 
-def _spread(pairs: list[tuple[Leads, Leads]], float32: bool) -> Spread:
+def _spread(pairs: list[tuple[Leads, Leads]], tie: float | None) -> Spread:
     """Of leads in float32 and in BF16, wherever both were looked at."""
     plain = np.concatenate([x.lead.ravel() for x, _ in pairs])
     size = np.concatenate([x.size.ravel() for x, _ in pairs])
     moved = np.concatenate([(y.lead - x.lead).ravel() for x, y in pairs])
     moved, there = np.abs(moved[~np.isnan(moved)]), ~np.isnan(plain)
-    ties = [is_tie(lead, size, float32) for lead, size in zip(plain[there], size[there], strict=True)]
+    ties = [is_tie(lead, size, tie) for lead, size in zip(plain[there], size[there], strict=True)]
     return Spread(
         float(np.sqrt(np.mean(moved**2))),
         float(np.quantile(moved, 0.99)),

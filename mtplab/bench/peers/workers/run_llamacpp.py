@@ -72,7 +72,8 @@ def complete(server, job: dict) -> int:
 
 
 def counted(server, job: dict, ids: list[int]) -> dict:
-    """Ids of one prompt's completion, and [token, milliseconds, drafted, accepted] of each chunk of its stream."""
+    """Ids of one prompt's completion, [token, milliseconds, drafted, accepted] of each chunk of its stream, and without
+    drafts by how much each token's log-probability leads the next likeliest's."""
     chunks: list[list] = []
     texts: list[str] = []
 
@@ -83,10 +84,15 @@ def counted(server, job: dict, ids: list[int]) -> dict:
         return False
 
     server.handle_completions({**request(job, ids), "stream": True, "timings_per_token": True}, look)
-    choice = server.handle_completions({**request(job, ids), "logprobs": 1})["choices"][0]
+    choice = server.handle_completions({**request(job, ids), "logprobs": 2})["choices"][0]
     if choice["text"] != "".join(texts):
         raise SystemExit("llama.cpp gave two texts for one prompt, streamed and not: its rounds cannot be told")
-    return {"ids": [token["id"] for token in choice["logprobs"]["content"]], "chunks": chunks}
+    tokens = choice["logprobs"]["content"]
+    found = {"ids": [token["id"] for token in tokens], "chunks": chunks}
+    if not job["depth"]:
+        pairs = ([top["logprob"] for top in token["top_logprobs"]] for token in tokens)
+        found["leads"] = [first - second for first, second in pairs]
+    return found
 
 
 def main() -> None:

@@ -17,6 +17,7 @@ from mtplab.errors import CheckpointError, ConfigError
 from mtplab.report import estimate_check, pareto, sensitivity_bars, sensitivity_table
 from mtplab.study.exclusion_meter import ExclusionMeter, Measured, kl_change, length_change, relative_loss
 from mtplab.study.exclusion_search import Better, search_exclusions
+from mtplab.study.interval import jackknife, without_one
 from mtplab.study.module_groups import module_groups
 from mtplab.study.sensitivity import sensitivity
 from mtplab.study.trace import trace
@@ -109,8 +110,8 @@ def test_numbers_are_those_of_trace_and_quality(bundled, found, planted):
     run = mtplab.generate(model, ids, depth=3, max_new_tokens=24, ignore_eos=True)
     assert mine.rounds == tuple(stats.rounds for stats in run.per_prompt)
     assert mine.tokens == tuple(stats.emitted for stats in run.per_prompt)
-    half = trace(model, ids, 3, max_new_tokens=24, ignore_eos=True).acceptance()
-    assert mine.length == (half.length(3), half.interval(3))
+    found = trace(model, ids, 3, max_new_tokens=24, ignore_eos=True).acceptance()
+    assert mine.length == (found.length(3), jackknife(without_one(mine.tokens, mine.rounds)))
     reference = mtplab.load_model(planted.path)
     texts = own_texts(reference, ids, 24)
     told = quality(model, texts, reference, skip=[len(text) - 25 for text in texts], exact=True)

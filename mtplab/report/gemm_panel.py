@@ -107,7 +107,7 @@ class GemmPanel(Panel):
         head = ["Matrix", "Scale for", "Error", "Worst row", "Worst column", "Became zero", "Scale bytes"]
         self.table.value = html_table(head, rows, f"E4M3, {len(GRANULARITIES)} granularities")
         index, name, m = result["roof"]
-        self.roof.value = roofline(SHAPES[index], gpu(name), m).to_html()
+        self.roof.value = roofline(SHAPES[index], gpu(name), m).to_html(quick=True)
 
     def _follow(self) -> None:
         # a failure is already written into the panel; raising here would only reach the kernel's log

@@ -98,7 +98,7 @@ class Panel(ABC):
 
     def show_picture(self, picture: Picture) -> None:
         """Shows a picture, with its alt text."""
-        self.figure.value = picture.to_html()
+        self.figure.value = picture.to_html(quick=True)
 
     def run(self, block: bool = False) -> Any:
         """Starts the work; with `block` does it here and now, and returns the result.

@@ -11,7 +11,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -108,6 +108,22 @@ class Trace:
                 found[start : start + count - step, step] = mine[step:]
             start += count
         return found
+
+    def narrowed(self, domain: str) -> Trace:
+        """The trace of one domain's prompts alone. Raises ConfigError for a name that no prompt has."""
+        rows = np.array([name == domain for name in self.domains])
+        if not rows.any():
+            known = ", ".join(map(repr, dict.fromkeys(self.domains)))
+            raise ConfigError(f"domain is {domain!r}; expected one of {known}")
+        slots = np.repeat(rows, self.output_lengths - 1)
+        return replace(
+            self,
+            tokens=self.tokens[np.repeat(rows, self.output_lengths)],
+            output_lengths=self.output_lengths[rows],
+            prompt_lengths=self.prompt_lengths[rows],
+            domains=tuple(name for name in self.domains if name == domain),
+            **{name: getattr(self, name)[slots] for name in ("hits", "log_q", "top", "log_p")},
+        )
 
     def acceptance(self) -> Acceptance:
         """Acceptance by depth, position, context and domain."""

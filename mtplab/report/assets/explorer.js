@@ -134,6 +134,8 @@
     const view = $("view").value, depth = chosenDepth(), list = visible(), series = seriesOf(list, view, depth);
     $("depth-value").textContent = depth ?? "";
     $("depth").setAttribute("aria-valuetext", `depth ${depth}`);
+    // only what is seen is made: a table of hundreds of rows takes longer than a chart
+    if (!$("table").hidden) { summary(list, depth); fillTable(list); return; }
     const chart = $("chart"), box = $("stage").getBoundingClientRect();
     const width = Math.max(260, box.width), height = Math.max(160, box.height);
     chart.setAttribute("viewBox", `0 0 ${width} ${height}`);
@@ -181,7 +183,6 @@
     chart.append(dots);
     if (!series.length) chart.append(element("text", { x: width / 2, y: height / 2, "text-anchor": "middle" }, "No rows for this choice."));
     summary(list, depth);
-    fillTable(list, depth);
   }
 
   function summary(list, depth) {
@@ -207,15 +208,27 @@
     ["Tokens / s", (row) => number(row.tokens_per_second, 0) + (row.odd_timing == null ? "" : " (busy)")], ["Rounds", (row) => number(row.rounds, 0)], ["Tokens", (row) => number(row.tokens, 0)],
     ["KV B/token as deployed", (row) => number(row.kv_bytes_per_token, 0)], ["Weights, MB", (row) => number((row.target_weight_bytes + row.draft_weight_bytes) / 1e6)],
   ];
-  function fillTable(list, depth) {
+  const AT_ONCE = 100; // rows of the table that are made before the next frame, a screenful and more
+  let filled = "", coming = 0;
+  function fillTable(list) {
+    const choice = JSON.stringify([$("temperature").value, $("domain").value, [...shown.policies], [...shown.weights]]);
+    const mark = (line, row) => { line.className = row.depth === chosenDepth() ? "chosen" : ""; };
+    // same rows, another depth: only the mark moves
+    if (choice === filled) return $("table").querySelectorAll("tbody tr").forEach((line, at) => mark(line, list[at]));
+    filled = choice;
+    cancelAnimationFrame(coming);
     const columns = COLUMNS.filter(([, read]) => list.some((row) => !["–", "NaN"].includes(read(row))));
     const table = document.createElement("table"), head = table.createTHead().insertRow(), body = table.createTBody();
     for (const [title] of columns) { const cell = document.createElement("th"); cell.scope = "col"; cell.textContent = title; head.append(cell); }
-    for (const row of list) {
-      const line = body.insertRow();
-      if (row.depth === depth) line.className = "chosen";
-      for (const [, read] of columns) line.insertCell().textContent = read(row);
-    }
+    const more = (from) => {
+      for (const row of list.slice(from, from + AT_ONCE)) {
+        const line = body.insertRow();
+        mark(line, row);
+        for (const [, read] of columns) line.insertCell().textContent = read(row);
+      }
+      if (from + AT_ONCE < list.length) coming = requestAnimationFrame(() => more(from + AT_ONCE));
+    };
+    more(0);
     $("table").replaceChildren(table);
   }
 
@@ -269,7 +282,7 @@
     $("toggle").setAttribute("aria-pressed", String(table));
     $("table").hidden = !table; $("chart").toggleAttribute("hidden", table); $("hint").hidden = table;
     select(-1);
-    if (!table) draw();
+    draw();
   });
   $("download").addEventListener("click", () => {
     const own = new Set(labels);

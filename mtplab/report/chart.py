@@ -151,7 +151,7 @@ def _drawn(
     points = [(at_x(x) + shift, at_y(y), at) for at, (x, y) in found if y is not None]
     path = "".join(f"{'L' if at else 'M'}{x:.1f},{y:.1f}" for at, (x, y, _) in enumerate(points))
     if line.thin:
-        look = 'stroke-width="1.4" stroke-dasharray="1.5 3" stroke-opacity=".9"'
+        look = 'stroke-width="1.8" stroke-dasharray="2 3"'
         return f'<path d="{path}" fill="none" stroke="{line.colour}" {look}/>'
     parts = [f'<path d="{path}" fill="none" stroke="{line.colour}" stroke-width="2" {_dash(line)}/>']
     bars = []
@@ -178,7 +178,7 @@ def _dash(line: ChartLine) -> str:
 
 def _key(line: ChartLine) -> str:
     if line.thin:
-        sample = f'<path d="M1,6H33" stroke="{line.colour}" stroke-width="1.4" stroke-dasharray="1.5 3"/>'
+        sample = f'<path d="M1,6H33" stroke="{line.colour}" stroke-width="1.8" stroke-dasharray="2 3"/>'
     else:
         sample = (
             f'<path d="M1,6H33" stroke="{line.colour}" stroke-width="2" {_dash(line)}/>'

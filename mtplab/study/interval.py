@@ -6,6 +6,7 @@ the spread of those values, times Student's t, is the ± given. It needs no rand
 sums (Efron and Tibshirani, An Introduction to the Bootstrap, 1993, ch. 11). Two rows over the same prompts are
 compared prompt by prompt: what makes a prompt easy is in both and cancels. On synthetic prompts the interval held the
 truth in 94 to 95 % of draws of 73 prompts and 91 to 94 % of 16 (a percentile bootstrap: 93 to 94 % and 87 to 92 %).
+`bootstrap.py` has the widened bootstrap that traced acceptance takes, which need not lie evenly about its value.
 
 Reads rows, or dicts with the same fields; knows nothing of how they were made or where they are shown.
 """

@@ -30,7 +30,7 @@ from mtplab.study import load_prompts
 from mtplab.study.acceptance_views import VIEWS
 from mtplab.study.published import ACCEPTANCE
 
-LIMIT, MOVES = 0.250, 5
+LIMIT, MOVES = 0.250, 3
 
 
 def moved(widget, step):

@@ -69,10 +69,12 @@ def usual():
 
 
 @pytest.mark.parametrize("study", [usual, large])
-def test_every_control_redraws_at_once(visit, study):
+def test_every_control_redraws_at_once(visit, study, tmp_path):
     watched = visit()
     made = study()
-    watched.page.set_content(SweepExplorer(made).document())
+    page = tmp_path / "explorer.html"
+    page.write_text(SweepExplorer(made).document(), encoding="utf-8")
+    watched.page.goto(page.as_uri())
     watched.page.locator("path.dot").first.wait_for()
     found = watched.page.evaluate(MEASURE, MOVES)
     at_one_temperature = len(made) // len({each.temperature for each in made})

@@ -23,6 +23,7 @@ _WHERE = {
     "sweep": "mtplab.study",
     "trace": "mtplab.study.trace",
     "compare_hidden": "mtplab.study.hidden",
+    "compare": "mtplab.report.comparison",
 }
 
 __all__ = [
@@ -31,6 +32,7 @@ __all__ = [
     "ConfigError",
     "MtplabError",
     "__version__",
+    "compare",
     "compare_hidden",
     "generate",
     "load_model",
@@ -46,6 +48,7 @@ if TYPE_CHECKING:
     from mtplab.decode import Cancelled, generate
     from mtplab.errors import CheckpointError, ConfigError, MtplabError
     from mtplab.models import load_model
+    from mtplab.report.comparison import compare
     from mtplab.study import sweep
     from mtplab.study.hidden import compare_hidden
     from mtplab.study.trace import trace

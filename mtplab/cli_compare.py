@@ -58,8 +58,8 @@ def compare(
     \b
     Examples:
       mtplab compare results/before results/after
-      mtplab compare base=results/main.jsonl new=reports/01_fp8_to_speculation/page.html -o compare.html
-      mtplab compare results/main results/branch --fail-below 0.05 --markdown > compare.md
+      mtplab compare old=rows.jsonl new=results/after -o compare.html
+      mtplab compare results/before results/after --fail-below 0.05 --markdown > compare.md
       mtplab compare results/int8 results/fp8 --by depth --json
     """
     if markdown and as_json:

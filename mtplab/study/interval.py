@@ -168,7 +168,7 @@ def same_prompts(row: Any, other: Any) -> bool:
     mine, theirs = _shape(row), _shape(other)
     if mine != theirs:
         return False
-    ids, other_ids = _fact(row, "prompts"), _fact(other, "prompts")
+    ids, other_ids = _fact(row, "prompt_digest"), _fact(other, "prompt_digest")
     if ids is not None and ids == other_ids:
         return True
     if None not in (ids, other_ids) and _fact(row, "checkpoint") == _fact(other, "checkpoint"):

@@ -62,7 +62,7 @@ _TIES: dict[str, Read] = {
     "drafts": _fact("config", "draft_sampling"),
     "activations rounded": _fact("config", "activation_rounding"),
     "beyond the end of text": _fact("config", "ignore_eos"),
-    "prompts' ids": _fact("config", "prompts", short=12),
+    "prompts' ids": _fact("config", "prompt_digest", short=12),
 }
 _FACTS: dict[str, Read] = {
     **_TIES,

@@ -112,7 +112,7 @@ class PointConfig(BaseModel):
         which rows of two files are known to be over the same prompts."""
         long = {"prompts", "domains", "excluded", "draft_excluded"}
         ids = hashlib.sha256(canonical_json(self.prompts).encode("ascii")).hexdigest()
-        return self.model_dump(mode="json", exclude=long) | {"prompts": ids}
+        return self.model_dump(mode="json", exclude=long) | {"prompt_digest": ids}
 
 
 def canonical_json(value: Any) -> str:

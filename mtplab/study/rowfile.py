@@ -108,9 +108,9 @@ def _text(path: Path) -> str:
             about = os.fstat(descriptor)
             if not stat.S_ISREG(about.st_mode):
                 raise ConfigError(f"{path}: not a regular file (a pipe, socket or device); expected {_EXPECTED}")
-            raw = file.read(MAX_FILE + 1) if about.st_size <= MAX_FILE else b""
-            if about.st_size > MAX_FILE or len(raw) > MAX_FILE:
+            if about.st_size > MAX_FILE:
                 raise ConfigError(f"{path}: {about.st_size} bytes; expected rows in at most {MAX_FILE}")
+            raw = file.read(about.st_size)
     except OSError as problem:
         raise ConfigError(f"{path}: cannot be read ({problem.strerror})") from None
     try:

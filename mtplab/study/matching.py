@@ -63,6 +63,7 @@ _TIES: dict[str, Read] = {
     "activations rounded": _fact("config", "activation_rounding"),
     "beyond the end of text": _fact("config", "ignore_eos"),
     "prompts' ids": _fact("config", "prompt_digest", short=12),
+    "cache calibrated on": _fact("config", "calibration", short=28),
 }
 _FACTS: dict[str, Read] = {
     **_TIES,

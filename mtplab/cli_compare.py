@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -40,7 +40,7 @@ def compare(
         typer.Option(
             metavar="TOKENS",
             help="Exit with 1 where a point loses more tokens per round than this, beyond chance (marked **), or fails "
-            "where the baseline does not.",
+            "or has a broken target where the baseline does not.",
         ),
     ] = None,
     positions: Annotated[bool, typer.Option("--positions", help="Acceptance by draft position too.")] = False,
@@ -87,20 +87,22 @@ def compare(
     return 0 if fail_below is None else _judge(found, fail_below)
 
 
-def _judge(found: object, least: float) -> int:
+def _judge(found: Any, least: float) -> int:
     """The exit code that `--fail-below` asks for, and why, on stderr."""
     code = 0
     for against in found.against:
         lost, failed = against.lost(least), against.newly_failed()
+        broke = [why for why in against.broke if why is not None]
         if not any(point.change is not None for point in against.points) and not failed:
             raise ConfigError(
                 f"--fail-below: no difference of {against.other.name} from {against.base.name} has an interval, so "
                 "none can be told from chance; give rows with counts by prompt, of two prompts or more"
             )
-        for what, count in (("lost more than that, beyond chance", len(lost)), ("failed", len(failed))):
-            if count:
+        reasons = {"lost more than that, beyond chance": lost, "failed": failed, "have a broken target": broke}
+        for what, points in reasons.items():
+            if points:
                 code = 1
-                of = f"{count} of {len(against.matched.pairs)} points"
+                of = f"{len(points)} of {len(against.matched.pairs)} points"
                 note(f"{against.other.name}: {of} {what} (--fail-below {least:g})")
     return code
 

@@ -134,19 +134,39 @@ def test_what_cannot_be_compared_has_no_interval():
 
 
 def test_every_number_of_a_row_is_set_side_by_side():
-    base = [counted(*sample(1), 2, kl=0.001, top1_agreement=0.99, perplexity=7.5, kv_bytes_per_token=256)]
-    measured = {"kl": 0.25, "top1_agreement": 0.9, "perplexity": 8.25, "tokens_per_second": 50.0}
-    other = [counted(*sample(1), 2, kv_bytes_per_token=72, **measured)]
+    quality = {"reference_perplexity": 7.5, "quality_text": "own:1"}
+    before = {"kl": 0.001, "kl_error": 0.0005, "top1_agreement": 0.99, "perplexity": 7.5}
+    now = {"kl": 0.25, "kl_error": 0.02, "top1_agreement": 0.9, "perplexity": 8.25, "tokens_per_second": 50.0}
+    base = [counted(*sample(1), 2, kv_bytes_per_token=256, **before, **quality)]
+    other = [counted(*sample(1), 2, kv_bytes_per_token=72, **now, **quality)]
     found = mtplab.compare(base, other, names=["a", "b"])
     text = found.to_text(positions=True)
-    for shown in ("0.001", "0.25", "99.00 %", "90.00 %", "7.5", "8.25", "384 B", "200 B", "52 %", "Tokens per second"):
+    for shown in ("1 ±0.5", "250 ±20", "99.0 %", "90.0 %", "7.5 ×1", "8.25 ×1.1", "384 B", "200 B", "52 %"):
         assert shown in text, shown
-    assert "KL from the unquantised target (nats) 0.001 and now 0.25" in text
+    assert "KL from the unquantised target was 1 ± 0.5 and is 250 ± 20 millinats per token" in words(found)
+    assert "Tokens per second" in text
+    apart = [other[0].model_copy(update={"quality_text": "own:2"})]
+    assert "over different texts, and do not compare" in words(mtplab.compare(base, apart))
+    assert "KL from the unquantised target is the same" in words(mtplab.compare(base, base))
     assert "Rounds in which drafts 1…j were all accepted" in text and "The same in both: weights" in text
     (point,) = found.to_dict()["against"][0]["points"]
     assert (point["kl_baseline"], point["kl_this"], point["tokens_per_second_this"]) == (0.001, 0.25, 50.0)
     frame = found.to_frame()
     assert list(frame["kl_this"]) == [0.25] and list(frame["name"]) == ["b"] and frame["KV cache"][0] == "unquantised"
+
+
+def test_a_target_that_broke_is_said_whatever_its_acceptance(tmp_path, capsys):
+    sound = {"perplexity": 8.0, "reference_perplexity": 8.0, "kl": 0.001, "quality_text": "own:1"}
+    base = [each.model_copy(update=sound) for each in study()]
+    broken = [each.model_copy(update={"kl": 3.0, "perplexity": 160.0}) for each in base]
+    found = mtplab.compare(base, broken, names=["base", "new"])
+    assert "⚠ new broke the target, and its acceptance says nothing" in words(found)
+    assert "KL of 3000 millinats" in words(found) and "⚠ 3000" in str(found)
+    assert found.to_dict()["against"][0]["broken_targets"] == 5
+    assert "broke" not in words(mtplab.compare(broken, broken)) and "broke" not in words(mtplab.compare(broken, base))
+    folders = [str(write_results(tmp_path / name, each)) for name, each in (("base", base), ("new", broken))]
+    assert main(["compare", *folders, "--fail-below", "9"]) == 1
+    assert "new: 5 of 5 points have a broken target" in capsys.readouterr().err
 
 
 def test_what_no_row_has_has_no_table():

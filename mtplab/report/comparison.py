@@ -1,7 +1,7 @@
 """Two or more files of rows side by side: for each matched point both numbers, their difference, and its interval.
 
 `compare` reads and matches; a `Comparison` holds what was found, for programs (`to_dict`, `to_frame`) and, through
-`comparison_tables.py`, for readers. Measures nothing, and draws nothing.
+`comparison_tables.py` and `comparison_words.py`, for readers. Measures nothing, and draws nothing.
 """
 
 from __future__ import annotations
@@ -15,14 +15,12 @@ from mtplab.errors import ConfigError, MtplabError
 from mtplab.report.text import escape
 from mtplab.study.interval import Change, change, holm
 from mtplab.study.matching import Difference, Matched, Pair, match_rows
-from mtplab.study.row import ResultRow
+from mtplab.study.row import QUALITY_FIELDS, ResultRow
 from mtplab.study.rowfile import rows_of_source
+from mtplab.study.soundness import faults
 from mtplab.study.speed import odd_timings
 
 __all__ = ["Against", "Comparison", "Point", "Source", "compare"]
-
-QUALITY = ("kl", "top1_agreement", "perplexity")
-
 
 @dataclass(frozen=True)
 class Source:
@@ -78,6 +76,10 @@ class Against:
         #: by place in `points`: a timing so far off the others' that the machine must have been busy
         self.busy: list[bool] = [any(each) for each in zip(*odd, strict=True)]
 
+        faulty = [faults([getattr(pair, side) for pair in good]) for side in ("base", "other")]
+        #: by place in `points`: what broke the other's target that did not break the baseline's
+        self.broke: list[str | None] = [now if before is None else None for before, now in zip(*faulty, strict=True)]
+
     @property
     def differences(self) -> list[Difference]:
         """What else the two files have differently."""
@@ -107,6 +109,7 @@ class Against:
             "compared": len(self.compared),
             "beyond_chance": sum(point.beyond for point in self.compared),
             "beyond_chance_holm": sum(point.holds for point in self.points),
+            "broken_targets": sum(fault is not None for fault in self.broke),
             "points": [_as_dict(point) for point in self.points],
             "failed": [
                 {**pair.settings, "depth": pair.depth, "baseline": pair.base.error, "this": pair.other.error}
@@ -151,13 +154,13 @@ class Comparison:
 
     def to_markdown(self, positions: bool = False) -> str:
         """Sentences and tables as Markdown, for a pull request or a page of CI."""
-        from mtplab.report.comparison_tables import markdown_of
+        from mtplab.report.comparison_words import markdown_of
 
         return markdown_of(self, positions)
 
     def to_text(self, positions: bool = False) -> str:
         """Sentences and tables as aligned text; `positions` adds acceptance by draft position."""
-        from mtplab.report.comparison_tables import text_of
+        from mtplab.report.comparison_words import text_of
 
         return text_of(self, positions)
 
@@ -177,7 +180,8 @@ class Comparison:
         return f"Comparison({names} against {self.sources[0].name!r}: {points} points, {beyond} beyond chance)"
 
     def _repr_html_(self) -> str:
-        from mtplab.report.comparison_tables import sentences, tables
+        from mtplab.report.comparison_tables import tables
+        from mtplab.report.comparison_words import sentences
 
         parts = []
         for against in self.against:
@@ -274,7 +278,7 @@ def _as_dict(point: Point) -> dict[str, Any]:
         "per_position": both("per_position"),
     }
     for name in (
-        *QUALITY,
+        *QUALITY_FIELDS,
         "target_weight_bytes",
         "draft_weight_bytes",
         "kv_bytes_per_token",

@@ -11,7 +11,8 @@ from typing import Any
 
 from mtplab.report.comparison import Against, Comparison, Source
 from mtplab.report.comparison_figure import differences_by_depth
-from mtplab.report.comparison_tables import sentences, tables
+from mtplab.report.comparison_tables import tables
+from mtplab.report.comparison_words import sentences
 from mtplab.report.explorer import SweepExplorer
 from mtplab.report.page import Page, page_path, save_page
 from mtplab.report.palette import GREEN

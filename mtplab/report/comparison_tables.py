@@ -1,37 +1,40 @@
-"""A comparison in sentences and tables, and those as text for a terminal and as Markdown.
+"""The tables of a comparison: lengths, positions, quality, bytes, speed, what failed, what has no partner.
 
-Every number comes from the `Comparison`; what a file does not have has no table. Draws nothing.
+Every number comes from the `Comparison`; what a file does not have has no table. Says no sentences, draws nothing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from textwrap import fill
-from typing import Any
 
-from mtplab.report.comparison import QUALITY, Against, Comparison, Point
-from mtplab.report.table import Table, in_markdown, one_line
+from mtplab.report.comparison import Against, Point
+from mtplab.report.table import Table, one_line
 from mtplab.report.text import human_bytes
-from mtplab.study.matching import AXES, Difference, Pair
+from mtplab.study.matching import AXES, Pair
 from mtplab.study.row import ResultRow
+from mtplab.study.soundness import quality_cells
 
-__all__ = ["LEGEND", "markdown_of", "pair_words", "sentences", "signed", "tables", "text_of"]
+__all__ = [
+    "SIZES",
+    "byte_pairs",
+    "listed",
+    "pair_words",
+    "quality_lines",
+    "setting_varies",
+    "signed",
+    "size_known",
+    "speed_pairs",
+    "tables",
+    "with_error",
+]
 
-LEGEND = (
+_LEGEND = (
     "* outside its own 95 % interval, which one in twenty is by chance alone; ** beyond chance with all of them looked "
     "at (Holm)"
 )
-WIDTH = 110  # columns of a sentence in a terminal
 NAME = 24  # characters of a file's name over a column
-_SHOWN = 12  # differences that are told one by one
-_LINES = 20  # settings without a partner, likewise
+_LINES = 20  # settings without a partner that are listed
 _MISSING = "–"
-
-
-def sentences(against: Against) -> list[str]:
-    """What was matched, what differs, how it was compared and what came out."""
-    parts = (_matched(against), _differences(against), _how(against), _verdict(against), _quality(against))
-    return [sentence for sentence in (*parts, _bytes(against), _speed(against)) if sentence]
 
 
 def tables(against: Against, positions: bool = True) -> list[Table]:
@@ -48,25 +51,6 @@ def tables(against: Against, positions: bool = True) -> list[Table]:
     return [table for table in found if table is not None and table.body]
 
 
-def text_of(comparison: Comparison, positions: bool = False) -> str:
-    """Everything as text, one part for each file that is compared with the baseline."""
-    parts = []
-    for against in comparison.against:
-        parts.append("\n".join(fill(sentence, WIDTH, subsequent_indent="  ") for sentence in sentences(against)))
-        parts += [table.to_text() for table in tables(against, positions)]
-    return "\n\n".join(parts)
-
-
-def markdown_of(comparison: Comparison, positions: bool = False) -> str:
-    """The same as Markdown, a heading for each file that is compared with the baseline."""
-    parts = []
-    for against in comparison.against:
-        parts.append(f"### {in_markdown(against.other.name)} against {in_markdown(against.base.name)}")
-        parts.append("\n".join(f"- {in_markdown(sentence)}" for sentence in sentences(against)))
-        parts += [table.to_markdown() for table in tables(against, positions)]
-    return "\n\n".join(parts) + "\n"
-
-
 def pair_words(pair: Pair, axis: str) -> str:
     """A setting of a pair: its value, or `unquantised → int8` where the pair was matched across it."""
     read = AXES[axis][1]
@@ -80,142 +64,6 @@ def signed(value: float, digits: int = 2) -> str:
     return text.replace("-", "−") if float(text) else f"{0:.{digits}f}"
 
 
-# sentences
-
-
-def _matched(against: Against) -> str:
-    found, base, other = against.matched, against.base.name, against.other.name
-    on = ["depth", *(AXES[name][0] for name in found.on if _varies(found.pairs, AXES[name][0]))]
-    count = len(found.pairs)
-    text = f"{other} against {base}: {count} point{'s' * (count != 1)} matched on {_listed(on)}"
-    left = [(len(found.only_base), base), (len(found.only_other), other)]
-    missing = [f"{n} row{'s' * (n != 1)} of {name}" for n, name in left if n]
-    if missing:
-        text += f"; {' and '.join(missing)} {'have' if sum(n for n, _ in left) > 1 else 'has'} no partner"
-    if not count:
-        text += f". {_why_nothing(against)}"
-    return text.rstrip(".") + "."
-
-
-def _why_nothing(against: Against) -> str:
-    """Settings on which the two files have no value in common."""
-    apart = []
-    for name in against.matched.on:
-        title, read = AXES[name]
-        mine, theirs = ({read(row): None for row in side.rows} for side in (against.base, against.other))
-        if not mine.keys() & theirs.keys():
-            apart.append(f"{title} ({_some(mine)} against {_some(theirs)})")
-    if not apart:
-        return "They have no combination of settings and depth in common"
-    return f"They have nothing in common in {_listed(apart)}: say what to match by, such as depth alone"
-
-
-def _differences(against: Against) -> str:
-    settings = [d for d in against.differences if d.setting]
-    others = [d for d in against.differences if not d.setting]
-    if not against.matched.pairs:
-        return ""
-    if not settings and not others:
-        return "Settings, checkpoint, versions and machine are the same, as far as the rows say."
-    said = []
-    if settings:
-        said.append(f"What is compared: {'; '.join(_instead(d, against) for d in settings)}.")
-    if others:
-        more = f"; and {len(others) - _SHOWN} more" if len(others) > _SHOWN else ""
-        said.append(f"Also different: {'; '.join(_instead(d, against) for d in others[:_SHOWN])}{more}.")
-    return " ".join(said)
-
-
-def _instead(difference: Difference, against: Against) -> str:
-    every = difference.pairs == len(against.matched.pairs)
-    of = "" if every else f" (in {difference.pairs} of {len(against.matched.pairs)} points)"
-    return f"{difference.name} {one_line(difference.other)} instead of {one_line(difference.base)}{of}"
-
-
-def _how(against: Against) -> str:
-    if not any(point.pair.depth for point in against.points):
-        return ""
-    told = [point.change.paired for point in against.points if point.change is not None]
-    if not told:
-        return "No interval can be told: it takes counts by prompt, of two prompts or more, in both files."
-    if all(told):
-        how = "Both ran the same prompts, so they are compared prompt by prompt"
-    elif not any(told):
-        how = "They did not run the same prompts: each file's own spread counts, and only large differences show"
-    else:
-        how = f"{sum(told)} of {len(told)} points ran the same prompts in both and are compared prompt by prompt"
-    return f"{how}; ± is half a 95 % interval."
-
-
-def _verdict(against: Against) -> str:
-    compared = against.compared
-    same = sum(point.change is not None and not point.compared and point.pair.depth > 0 for point in against.points)
-    alike = f" {same} further points are equal, prompt by prompt." if same and compared else ""
-    if not compared:
-        return f"Acceptance length: all {same} points with drafts are equal, prompt by prompt." if same else ""
-    beyond = [point for point in compared if point.beyond]
-    count, outside = len(compared), len(beyond)
-    if not beyond:
-        whole = "the difference lies" if count == 1 else f"all {count} differences lie"
-        return f"Acceptance length: {whole} within chance.{alike}"
-    holds = [point for point in beyond if point.holds]
-    lie = "lies" if outside == 1 else "lie"
-    still = f"{len(holds)} still {'does' if len(holds) == 1 else 'do'}" if holds else "none still does"
-    where = f": {_extremes(holds)}" if holds else ""
-    return (
-        f"Acceptance length: {outside} of {count} difference{'s' * (count > 1)} {lie} outside chance one by "
-        f"one, where about {0.05 * count:.2g} would by chance alone; {still} with all looked at{where}.{alike}"
-    )
-
-
-def _extremes(points: Sequence[Point]) -> str:
-    """The largest loss and the largest gain."""
-    low = min(points, key=lambda point: point.difference)
-    high = max(points, key=lambda point: point.difference)
-    chosen = [("largest loss", low)] if low.difference < 0 else []
-    chosen += [("largest gain", high)] if high.difference > 0 else []
-    return "; ".join(f"{what} {_with_error(p)} at depth {p.pair.depth}{_where(p.pair)}" for what, p in chosen)
-
-
-def _where(pair: Pair) -> str:
-    words = ", ".join(one_line(pair.settings[title]) for title in ("exclusions", "KV cache") if title in pair.settings)
-    return f" ({words})" if words else ""
-
-
-def _quality(against: Against) -> str:
-    lines = _quality_lines(against)
-    if not lines:
-        return ""
-    parts = []
-    for name, title, show in _QUALITY:
-        both = [(_get(p.base, name), _get(p.other, name)) for p in lines]
-        both = [(a, b) for a, b in both if a is not None and b is not None]
-        if both:
-            a, b = max(both, key=lambda values: abs(values[1] - values[0]))
-            parts.append(f"{title} {show(a)} and now {show(b)}" if a != b else f"{title} unchanged")
-    settings = "where it differs most: " if len(lines) > 1 else ""
-    return f"The target's own text, {settings}{'; '.join(parts)}." if parts else ""
-
-
-def _bytes(against: Against) -> str:
-    if not against.points:
-        return ""
-    same = [name for name, read in _SIZES if _known(against, read) and not _byte_pairs(against, read)]
-    return f"The same in both: {_listed(same)}." if same else ""
-
-
-def _speed(against: Against) -> str:
-    if not _speed_pairs(against):
-        return ""
-    apart = [d.name for d in against.differences if d.name in ("CPU", "device", "threads", "torch", "platform")]
-    if apart:
-        return f"Tokens per second were measured with another {_listed(apart)}: the ratio is of that too."
-    return "Tokens per second have no interval: one run each."
-
-
-# tables
-
-
 def _lengths(against: Against) -> Table:
     # plain decoding gives one token a round, whatever else: there is nothing to compare
     points = [point for point in against.points if point.pair.depth or point.difference]
@@ -227,10 +75,10 @@ def _lengths(against: Against) -> Table:
         lengths = [f"{a.acceptance_length:.2f}", f"{b.acceptance_length:.2f}"]
         mark = ["**" if point.holds else "*" if point.beyond else ""] if marked else []
         shares = [_first(a), _first(b)]
-        body.append([*_cells(point.pair, columns), str(point.pair.depth), *lengths, _with_error(point), *mark, *shares])
+        body.append([*_cells(point.pair, columns), str(point.pair.depth), *lengths, with_error(point), *mark, *shares])
     base, other = _names(against)
     head = [*columns, "depth", base, other, "difference", *([""] if marked else []), f"draft 1, {base}", other]
-    return Table("Acceptance length (tokens per round)", head, body, len(columns), LEGEND if marked else "")
+    return Table("Acceptance length (tokens per round)", head, body, len(columns), _LEGEND if marked else "")
 
 
 def _first(row: ResultRow) -> str:
@@ -255,38 +103,31 @@ def _positions(against: Against) -> Table | None:
     return Table("Rounds in which drafts 1…j were all accepted, in %, at the deepest depth", head, body, len(columns))
 
 
-_QUALITY: tuple[tuple[str, str, Callable[[float], str]], ...] = (
-    ("kl", "KL from the unquantised target (nats)", lambda value: f"{value:.4g}"),
-    ("top1_agreement", "top-1 agreement with it", lambda value: f"{100 * value:.2f} %"),
-    ("perplexity", "perplexity", lambda value: f"{value:.4g}"),
-)
-
-
-def _quality_lines(against: Against) -> list[Pair]:
+def quality_lines(against: Against) -> list[Pair]:
     """A pair for each setting whose rows say what became of the target; it is the same at every depth."""
     return [
         pair
         for pair in _by_setting(against)
-        if any(_get(row, name) is not None for row in (pair.base, pair.other) for name in QUALITY)
+        if pair.base.perplexity is not None or pair.other.perplexity is not None
     ]
 
 
-def _quality_table(against: Against) -> Table:
-    lines = _quality_lines(against)
+def _quality_table(against: Against) -> Table | None:
+    lines = quality_lines(against)
+    if not lines:
+        return None
     columns = _columns(lines)
-    body = []
-    for pair in lines:
-        cells = _cells(pair, columns)
-        for name, _, show in _QUALITY:
-            a, b = _get(pair.base, name), _get(pair.other, name)
-            cells += [_MISSING if value is None else show(value) for value in (a, b)]
-        body.append(cells)
+    blank = [("–", "–", "–")] * len(lines)
+    before, now = (quality_cells(getattr(pair, side) for pair in lines) or blank for side in ("base", "other"))
     base, other = _names(against)
-    head = [*columns]
-    for title in ("KL", "top-1", "perplexity"):
-        head += [f"{title}, {base}", f"{title}, {other}"]
-    title = "The target's own text against the unquantised target's (KL in nats a token)"
-    return Table(title, head, body, len(columns))
+    body = []
+    for pair, mine, theirs in zip(lines, before, now, strict=True):
+        body.append([*_cells(pair, columns), *(cell for both in zip(mine, theirs, strict=True) for cell in both)])
+    titles = ("KL, mnat", "top-1", "perplexity")
+    head = [*columns, *(f"{title}{name}" for title in titles for name in (f", {base}", f", {other}"))]
+    texts = {row.quality_text for pair in lines for row in (pair.base, pair.other) if row.quality_text}
+    note = "over different texts, which do not compare" if len(texts) > 1 else ""
+    return Table("The target itself, against the unquantised one", head, body, len(columns), note)
 
 
 def _sum(*names: str) -> Callable[[ResultRow], float | None]:
@@ -297,18 +138,18 @@ def _sum(*names: str) -> Callable[[ResultRow], float | None]:
     return read
 
 
-_SIZES: tuple[tuple[str, Callable[[ResultRow], float | None]], ...] = (
+SIZES: tuple[tuple[str, Callable[[ResultRow], float | None]], ...] = (
     ("weights", _sum("target_weight_bytes", "draft_weight_bytes")),
     ("KV a token", _sum("kv_bytes_per_token", "draft_kv_bytes_per_token")),
     ("state a sequence", _sum("state_bytes")),
 )
 
 
-def _known(against: Against, read: Callable) -> bool:
+def size_known(against: Against, read: Callable) -> bool:
     return any(read(point.pair.base) is not None and read(point.pair.other) is not None for point in against.points)
 
 
-def _byte_pairs(against: Against, read: Callable) -> list[Pair]:
+def byte_pairs(against: Against, read: Callable) -> list[Pair]:
     return [
         pair
         for pair in _by_setting(against)
@@ -317,8 +158,8 @@ def _byte_pairs(against: Against, read: Callable) -> list[Pair]:
 
 
 def _byte_table(against: Against) -> Table | None:
-    told = [(title, read) for title, read in _SIZES if _byte_pairs(against, read)]
-    pairs = [pair for pair in _by_setting(against) if any(pair in _byte_pairs(against, read) for _, read in told)]
+    told = [(title, read) for title, read in SIZES if byte_pairs(against, read)]
+    pairs = [pair for pair in _by_setting(against) if any(pair in byte_pairs(against, read) for _, read in told)]
     if not pairs:
         return None
     columns = _columns(pairs)
@@ -336,7 +177,7 @@ def _byte_table(against: Against) -> Table | None:
     return Table("Bytes as deployed", head, body, len(columns))
 
 
-def _speed_pairs(against: Against) -> list[tuple[Pair, bool]]:
+def speed_pairs(against: Against) -> list[tuple[Pair, bool]]:
     return [
         (point.pair, busy)
         for point, busy in zip(against.points, against.busy, strict=True)
@@ -345,7 +186,7 @@ def _speed_pairs(against: Against) -> list[tuple[Pair, bool]]:
 
 
 def _speed_table(against: Against) -> Table | None:
-    timed = _speed_pairs(against)
+    timed = speed_pairs(against)
     columns = _columns([pair for pair, _ in timed])
     body = []
     for pair, odd in timed:
@@ -396,13 +237,13 @@ def _telling(rows: Iterable[ResultRow]) -> list[tuple[str, Callable]]:
     return [each for name, each in AXES.items() if name in always or len({each[1](row) for row in rows}) > 1]
 
 
-def _varies(pairs: Sequence[Pair], title: str) -> bool:
+def setting_varies(pairs: Sequence[Pair], title: str) -> bool:
     return len({pair.settings[title] for pair in pairs}) > 1 or title in ("exclusions", "KV cache")
 
 
 def _columns(pairs: Sequence[Pair]) -> list[str]:
     """Settings that a table has a column for."""
-    return [title for title in (pairs[0].settings if pairs else ()) if _varies(pairs, title)]
+    return [title for title in (pairs[0].settings if pairs else ()) if setting_varies(pairs, title)]
 
 
 def _cells(pair: Pair, columns: Sequence[str]) -> list[str]:
@@ -423,20 +264,11 @@ def _names(against: Against) -> list[str]:
     return [one_line(source.name, NAME) for source in (against.base, against.other)]
 
 
-def _with_error(point: Point) -> str:
+def with_error(point: Point) -> str:
     if point.change is None:
         return signed(point.difference)
     return f"{signed(point.difference)} ± {point.change.error:.2f}" if point.compared else "none"
 
 
-def _listed(words: Sequence[str]) -> str:
+def listed(words: Sequence[str]) -> str:
     return " and ".join([", ".join(words[:-1]), words[-1]]) if len(words) > 1 else "".join(words)
-
-
-def _some(values: Iterable[str]) -> str:
-    words = [one_line(value, 30) for value in values]
-    return ", ".join(words[:3]) + (", …" if len(words) > 3 else "")
-
-
-def _get(row: ResultRow, name: str) -> Any:
-    return getattr(row, name, None)

@@ -138,7 +138,7 @@ def _part(page: Page, rows: list[ResultRow], level: str) -> None:
         page.show(break_even(rows))
     table = _setting_table(records)
     if table:
-        page.text(f"{level} {'Bytes and quality' if any(_has_quality(r) for r in records) else 'Bytes'}")
+        page.text(f"{level} Bytes")
         page.html(table)
 
 
@@ -160,17 +160,10 @@ def _depth_figures(rows: list[ResultRow], temperature: float) -> list[Any]:
 
 # a column for each of these that some row has
 _MEASURES = (
-    ("Weights", lambda r: _sum(r, "target_weight_bytes", "draft_weight_bytes"), human_bytes),
-    ("KV a token", lambda r: _sum(r, "kv_bytes_per_token", "draft_kv_bytes_per_token"), human_bytes),
-    ("State a sequence", lambda r: r.get("state_bytes"), human_bytes),
-    ("KL (nats)", lambda r: r.get("kl"), lambda value: f"{value:.4g}"),
-    ("Top-1 agreement", lambda r: r.get("top1_agreement"), lambda value: f"{100 * value:.2f} %"),
-    ("Perplexity", lambda r: r.get("perplexity"), lambda value: f"{value:.4g}"),
+    ("Weights", lambda r: _sum(r, "target_weight_bytes", "draft_weight_bytes")),
+    ("KV a token", lambda r: _sum(r, "kv_bytes_per_token", "draft_kv_bytes_per_token")),
+    ("State a sequence", lambda r: r.get("state_bytes")),
 )
-
-
-def _has_quality(record: Record) -> bool:
-    return any(record.get(name) is not None for name in ("kl", "top1_agreement", "perplexity"))
 
 
 def _sum(record: Record, *names: str) -> float | None:
@@ -191,18 +184,11 @@ def _setting_table(records: list[Record]) -> str:
     body = []
     for lead, found in settings.items():
         cells = []
-        for _, read, show in told:
-            value = next((read(record) for record in found if read(record) is not None), None)
-            cells.append("–" if value is None else show(value))
+        for _, read in told:
+            cells.append(human_bytes(next((read(record) for record in found if read(record) is not None), None)))
         body.append((*lead, *cells))
-    head = ["Exclusions", "KV cache", *(["Temperature"] if several else []), *(title for title, _, _ in told)]
-    table = html_table(head, body, "By setting; bytes as deployed", left=2)
-    if any(_has_quality(record) for record in records):
-        table += (
-            "<p>KL and top-1 agreement are the target's, against the unquantised target, a token; a good acceptance "
-            "with a bad target is no gain.</p>"
-        )
-    return table
+    head = ["Exclusions", "KV cache", *(["Temperature"] if several else []), *(title for title, _ in told)]
+    return html_table(head, body, "Bytes as deployed", left=2)
 
 
 def _failed_table(failed: Sequence[ResultRow]) -> str:

@@ -27,11 +27,13 @@ __all__ = ["Recorder", "probed"]
 class Recorder:
     """Inner products ⟨∂objective/∂output, e⟩ by module and text, of the backward pass since the last `take`.
 
-    `owner` [m] int64 says which text each row of the pass belongs to; it is set before a forward pass.
+    `owner` [m] int64 says which text each row of the pass belongs to; it is set before a forward pass. `share` 0 runs
+    the model as it is; another one adds that much of each e to the output it belongs to, the e of the last pass with 0.
     """
 
     def __init__(self) -> None:
         self.owner: Tensor | None = None
+        self.share = 0.0
         self._found: dict[str, Tensor] = {}
 
     def add(self, name: str, grad: Tensor, error: Tensor) -> None:
@@ -55,6 +57,7 @@ class _Probe:
         self.names = plain.names
         self._plain, self._recorder = plain, recorder
         self._quantised = None if quantised is plain else quantised
+        self._errors: list[Tensor] | None = None
 
     def __call__(self, x: Tensor) -> tuple[Tensor, ...]:
         """x [m, k] → one tensor [m, n_i] per member."""
@@ -70,9 +73,12 @@ class _Probe:
         """The members' outputs, and e of each; None where FP8 treats the layer no differently."""
         with torch.inference_mode():
             found = self._plain(x)
-            errors = None if self._quantised is None else [b - a for a, b in zip(found, self._quantised(x), strict=True)]
+            if self._quantised is not None and not self._recorder.share:
+                self._errors = [b - a for a, b in zip(found, self._quantised(x), strict=True)]
+            elif self._errors is not None:
+                found = tuple(a.add(e, alpha=self._recorder.share) for a, e in zip(found, self._errors, strict=True))
         # tensors of inference mode stay behind: autograd takes none, and a member must be no view to be changed in place
-        return [out.clone() for out in found], errors
+        return [out.clone() for out in found], self._errors
 
     def gradient(self, grads: tuple[Tensor, ...], errors: list[Tensor] | None) -> Tensor:
         """Of the input, from those of the outputs; what they say of e is recorded."""

@@ -19,18 +19,21 @@ Tokens drawn from p_t would do for z_t too (one-hot less p_t has the same covari
 rare token makes the square's tails as heavy as 1/p; signs (Hutchinson, 1990) bound the variance by that of a normal
 variable: one draw on one text errs by at most √2 of its own value, N alike texts with R draws by √(2 / (N R)).
 
-**Draft.** A draft is not at a minimum of its divergence KL(p‖q) from the target's p, so the first-order term counts:
+**Draft.** A draft is not at a minimum of its divergence D = KL(p‖q) from the target's p, so D changes to first order,
+and to second by more than F: half of dᵀF(q)d is taken back by the curvature of what lies between (measured: LOG.md).
+With the gradient g taken where every module of the head has half of its error, both orders are there,
 
-    ΔKL(p‖q) ≈ Σ_t (q_t − p_t)ᵀ d_t + ½ Σ_t d_tᵀ F(q_t) d_t,
+    D(all) − D ≈ Σ_m ⟨g(½), e_m⟩      (the midpoint rule along a straight path, exact up to cubic terms),
 
-one backward pass without chance, and the same random ones (the second derivative of −log q by the logits is F(q)
-whatever the token; that of the logits is left out, Gauss and Newton's approximation). Of the share of drafts accepted
-when they are drawn, Σ_v min(p, q), the first-order term is one more backward pass. All at the first draft, at the
-slots of the given text. Acceptance of greedy drafts is a count of equal tokens and has no derivative: neither says by
-how much acceptance length changes, and nothing here does.
+and each term is its module's change of D plus half of what it has in common with the others, which is small unless
+one of them is large. The same for the expected share of drafts accepted when they are drawn, Σ_v min(p_v, q_v). Two
+backward passes, no chance. (The target's KL could be shared out so too: three times as fast as eight draws and as
+sure, but one large error then hides all small ones; the scores of a module know nothing of other modules.) All at the
+first draft, at the slots of the given texts. Acceptance of greedy drafts is a count of equal tokens and has no
+derivative: by how much acceptance *length* changes is estimated nowhere here.
 
-**Where it ends.** The expansion is local: `Estimate.local` says whether a set's KL is small enough for it, and
-`with_estimates` compares with what was measured, text by text. Knows nothing of how sets are chosen.
+**Where it ends.** The expansion is local: `Estimate.local` says whether a change is small enough for it, and
+`estimate_check` compares with what was measured, text by text. Knows nothing of how sets are chosen.
 """
 
 from __future__ import annotations
@@ -63,75 +66,70 @@ Table = dict[str, np.ndarray]  # by module
 
 @dataclass(frozen=True, eq=False)
 class Estimate:
-    """Scores of every module that FP8 treats otherwise, by text.
+    """What passes over texts say of every module that FP8 treats otherwise, by its name on disk.
 
-    `target` and `draft`: module (name on disk) → [draws, texts] float64, scores of random vectors. `toward`: a module
-    of the draft → [texts], first-order change of Σ KL(target ‖ draft) in nats; `accepted` → [texts], of the expected
-    number of first drafts accepted when they are drawn. `judged` tokens and `slots` of first drafts, by text.
+    `target` → scores [draws, texts] of random vectors; `draft` → [texts], the change of Σ KL(target ‖ first draft) in
+    nats; `accepted` → [texts], of the expected number of first drafts accepted when they are drawn. float64 all.
+    `judged` tokens and `slots` of first drafts are by text.
     """
 
     target: Table
     draft: Table
-    toward: Table
     accepted: Table
     judged: tuple[int, ...]
     slots: tuple[int, ...]
     draws: int
     seconds: float
 
+    def of(self, group: ModuleGroup) -> Change:
+        """A group's own: `kl` for one of the target, `draft_kl` for one of the draft."""
+        return self.kl([group]) if group.part == "target" else self.draft_kl([group])
+
     def kl_by_text(self, modules: Iterable[ModuleGroup | str]) -> np.ndarray:
         """[texts] nats, summed over each text's tokens: KL of the target with these modules or groups in FP8, and no
         others. The draft's modules cost the target nothing."""
-        return 0.5 * (self._scores(self.target, modules) ** 2).mean(0)
+        scores = _summed(self.target, modules, (self.draws, len(self.judged)))
+        return 0.5 * (scores**2).mean(0)
 
     def kl(self, modules: Iterable[ModuleGroup | str]) -> Change:
-        """KL(BF16 ‖ the target with these in FP8), nats per token, ± half a 95 % interval over texts."""
-        return _ratio(self.kl_by_text(modules), self.judged)
+        """KL(BF16 ‖ the target with these in FP8), nats per token, ± half a 95 % interval over texts and draws."""
+        return _per(self.kl_by_text(modules), self.judged)
 
-    def kl_noise(self, modules: Iterable[ModuleGroup | str]) -> float | None:
-        """Half a 95 % interval of what the random vectors alone leave open, nats per token; None for one draw."""
-        squares = 0.5 * self._scores(self.target, modules) ** 2
+    def noise(self, modules: Iterable[ModuleGroup | str]) -> float | None:
+        """Half a 95 % interval of what the random vectors alone leave open of `kl`, the texts given; None for one
+        draw."""
         if self.draws < 2:
             return None
-        return student(self.draws - 1) * float(squares.sum(1).std(ddof=1) / self.draws**0.5) / sum(self.judged)
-
-    def local(self, modules: Iterable[ModuleGroup | str]) -> bool:
-        """Whether the estimate is small enough to be one: the expansion knows nothing of large errors."""
-        return self.kl(modules).value <= LOCAL
+        totals = 0.5 * (_summed(self.target, modules, (self.draws, len(self.judged))) ** 2).sum(1)
+        return student(self.draws - 1) * float(totals.std(ddof=1)) / self.draws**0.5 / sum(self.judged)
 
     def draft_kl_by_text(self, modules: Iterable[ModuleGroup | str]) -> np.ndarray:
-        """[texts] nats, summed over slots: change of KL(target ‖ draft) with these of the draft's in FP8."""
-        names = list(_names(modules))
-        second = 0.5 * (self._scores(self.draft, names) ** 2).mean(0)
-        return self._first(self.toward, names) + second
+        """[texts] nats, summed over slots: change of KL(target ‖ first draft) with these of the draft's in FP8."""
+        return _summed(self.draft, modules, (len(self.slots),))
 
     def draft_kl(self, modules: Iterable[ModuleGroup | str]) -> Change:
         """Change of KL(target ‖ first draft), nats per slot, ± half a 95 % interval over texts."""
-        return _ratio(self.draft_kl_by_text(modules), self.slots)
+        return _per(self.draft_kl_by_text(modules), self.slots)
 
     def draft_accepted(self, modules: Iterable[ModuleGroup | str]) -> Change:
-        """First-order change of the share of first drafts accepted when they are drawn at temperature 1."""
-        return _ratio(self._first(self.accepted, modules), self.slots)
+        """Change of the share of first drafts that are accepted when they are drawn at temperature 1."""
+        return _per(_summed(self.accepted, modules, (len(self.slots),)), self.slots)
 
-    def _first(self, table: Table, modules: Iterable[ModuleGroup | str]) -> np.ndarray:
-        found = [table[name] for name in _names(modules) if name in table]
-        return np.sum(found, 0) if found else np.zeros(len(self.judged))
-
-    def _scores(self, table: Table, modules: Iterable[ModuleGroup | str]) -> np.ndarray:
-        found = [table[name] for name in _names(modules) if name in table]
-        return np.sum(found, 0) if found else np.zeros((self.draws, len(self.judged)))
+    def local(self, group: ModuleGroup) -> bool:
+        """Whether a group's estimate is small enough to be one."""
+        return abs(self.of(group).value) <= LOCAL
 
 
-def _names(modules: Iterable[ModuleGroup | str]) -> Iterator[str]:
-    for each in modules:
-        yield from (each,) if isinstance(each, str) else each.modules
+def _summed(table: Table, modules: Iterable[ModuleGroup | str], shape: tuple[int, ...]) -> np.ndarray:
+    names = [name for each in modules for name in ((each,) if isinstance(each, str) else each.modules)]
+    return sum((table[name] for name in names if name in table), np.zeros(shape))
 
 
-def _ratio(sums: np.ndarray, sizes: Sequence[int]) -> Change:
+def _per(sums: np.ndarray, sizes: Sequence[int]) -> Change:
     return Change(float(sums.sum() / sum(sizes)), jackknife(without_one(sums, sizes)))
 
 
-def estimated(meter: ExclusionMeter, draws: int = 16, seed: int = 0) -> Estimate:
+def estimated(meter: ExclusionMeter, draws: int = 8, seed: int = 0) -> Estimate:
     """The estimate for a meter's modules over its own texts, on which it measures KL too.
 
     Args:
@@ -146,7 +144,7 @@ def estimated(meter: ExclusionMeter, draws: int = 16, seed: int = 0) -> Estimate
 
 
 def estimate_texts(
-    model: Model, quantised: Model, texts: Sequence[Sequence[int]], skips: Sequence[int], draws: int = 16, seed: int = 0
+    model: Model, quantised: Model, texts: Sequence[Sequence[int]], skips: Sequence[int], draws: int = 8, seed: int = 0
 ) -> Estimate:
     """Scores of every module that `quantised` treats otherwise than `model`.
 
@@ -165,7 +163,7 @@ def estimate_texts(
     weights = sum(int(np.prod(module.shape)) for module in model.plan.modules)
     with running_with(thread_count(None, weights, model.device)), on_device(model.device):
         parts = _Passes(model, quantised, draws, seed).over(texts, skips)
-    joined = [{name: np.concatenate([part[i][name] for part in parts], -1) for name in parts[0][i]} for i in range(4)]
+    joined = [{name: np.concatenate([part[i][name] for part in parts], -1) for name in parts[0][i]} for i in range(3)]
     judged = tuple(len(text) - skip - 1 for text, skip in zip(texts, skips, strict=True))
     slots = tuple(count - 1 for count in judged)
     return Estimate(*joined, judged, slots, draws, time.perf_counter() - began)
@@ -184,7 +182,7 @@ class _Passes:
         self.generator = torch.Generator().manual_seed(seed)
 
     def over(self, texts: Sequence[Sequence[int]], skips: Sequence[int]) -> list[list[Table]]:
-        """Batch by batch: the four tables of `Estimate`."""
+        """Batch by batch: the three tables of `Estimate`."""
         import torch
 
         from mtplab.study.text_batches import text_batches
@@ -203,20 +201,23 @@ class _Passes:
         logits = self.target.logits(self.target.normed(hidden[batch.judged]))
         p = logits.detach().float().softmax(-1)
         target = self._squares(logits, p)
+        del logits
         if self.draft is None:
-            return [target, {}, {}, {}]
-        given = self.target.normed(hidden.detach())
-        logits = self.target.logits(batch.draft(self.draft, given))
-        shares, p = logits.float().softmax(-1), p[batch.before]
-        q = shares.detach()
-        logits.backward((q - p).to(logits.dtype), retain_graph=True)
-        toward = self.recorder.take()
-        torch.minimum(shares, p).sum().backward(retain_graph=True)
-        accepted = self.recorder.take()
-        # the vocabulary head is the target's, and what it costs in FP8 is the target's too
-        mine = {name for packed in self.draft.linears() for name in packed.names}
-        tables = [self._squares(logits, q), *({n: x.cpu().numpy() for n, x in t.items()} for t in (toward, accepted))]
-        return [target, *({name: x for name, x in table.items() if name in mine} for table in tables)]
+            return [target, {}, {}]
+        given, p = self.target.normed(hidden.detach()), p[batch.before]
+        with torch.no_grad():  # every e as it is in BF16
+            batch.draft(self.draft, given)
+        self.recorder.share = 0.5
+        drafted = batch.draft(self.draft, given)
+        self.recorder.share = 0.0  # the vocabulary head is the target's, and so is what it costs in FP8
+        q = self.target.logits(drafted).float().softmax(-1)
+        found = []
+        for objective in (-(p * q.log()).sum(), torch.minimum(p, q).sum()):
+            objective.backward(retain_graph=True)
+            recorded = self.recorder.take()
+            names = [name for packed in self.draft.linears() for name in packed.names if name in recorded]
+            found.append({name: recorded[name].cpu().numpy() for name in names})
+        return [target, *found]
 
     def _squares(self, logits: torch.Tensor, p: torch.Tensor) -> Table:
         """Module → scores [draws, texts] of random vectors of covariance F(p) at every row of logits [m, v]."""

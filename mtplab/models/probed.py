@@ -27,7 +27,8 @@ __all__ = ["Recorder", "probed"]
 class Recorder:
     """Inner products ⟨∂objective/∂output, e⟩ by module and text, of the backward pass since the last `take`.
 
-    `owner` [m] int64 says which text each row of the pass belongs to; it is set before a forward pass. `share` 0 runs
+    `owner` [m] int64 says which text each row belongs to; it is set before a forward pass, and again before layers
+    that work on fewer rows. `share` 0 runs
     the model as it is; another one adds that much of each e to the output it belongs to, the e of the last pass with 0.
     """
 
@@ -36,13 +37,12 @@ class Recorder:
         self.share = 0.0
         self._found: dict[str, Tensor] = {}
 
-    def add(self, name: str, grad: Tensor, error: Tensor) -> None:
-        """grad, error [m, n] of a module's output."""
-        assert self.owner is not None, "owner is set before a pass"
-        texts = int(self.owner[-1]) + 1
+    def add(self, name: str, owner: Tensor, grad: Tensor, error: Tensor) -> None:
+        """grad, error [m, n] of a module's output, and whose its rows are."""
+        texts = int(owner[-1]) + 1
         rows = torch.bmm(grad.float().unsqueeze(1), error.float().unsqueeze(2)).flatten().double()
         into = self._found.setdefault(name, torch.zeros(texts, dtype=torch.float64, device=grad.device))
-        into.index_add_(0, self.owner, rows)
+        into.index_add_(0, owner, rows)
 
     def take(self) -> dict[str, Tensor]:
         """Module → [texts] float64; forgotten here."""
@@ -69,6 +69,12 @@ class _Probe:
         (out,) = self(x)
         return residual + out
 
+    @property
+    def owner(self) -> Tensor:
+        """Whose the rows of the pass are."""
+        assert self._recorder.owner is not None, "owner is set before a pass"
+        return self._recorder.owner
+
     def outputs(self, x: Tensor) -> tuple[list[Tensor], list[Tensor] | None]:
         """The members' outputs, and e of each; None where FP8 treats the layer no differently."""
         with torch.inference_mode():
@@ -77,14 +83,14 @@ class _Probe:
                 self._errors = [b - a for a, b in zip(found, self._quantised(x), strict=True)]
             elif self._errors is not None:
                 found = tuple(a.add(e, alpha=self._recorder.share) for a, e in zip(found, self._errors, strict=True))
-        # tensors of inference mode stay behind: autograd takes none, and a member must be no view to be changed in place
+        # autograd takes no tensor of inference mode, and an output that is changed in place must be no view
         return [out.clone() for out in found], self._errors
 
-    def gradient(self, grads: tuple[Tensor, ...], errors: list[Tensor] | None) -> Tensor:
+    def gradient(self, grads: tuple[Tensor, ...], errors: list[Tensor] | None, owner: Tensor) -> Tensor:
         """Of the input, from those of the outputs; what they say of e is recorded."""
         with torch.inference_mode():
             for name, grad, error in zip(self.names, grads, errors or (), strict=False):
-                self._recorder.add(name, grad, error)
+                self._recorder.add(name, owner, grad, error)
             parts = [grad @ weight for grad, weight in zip(grads, self._plain.weights(), strict=True)]
             total = sum(parts[1:], parts[0])
         return total.clone()
@@ -93,13 +99,13 @@ class _Probe:
 class _Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, probe: _Probe) -> tuple[Tensor, ...]:
-        ctx.probe = probe
+        ctx.probe, ctx.owner = probe, probe.owner
         found, ctx.errors = probe.outputs(x)
         return tuple(found)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return ctx.probe.gradient(grads, ctx.errors), None
+        return ctx.probe.gradient(grads, ctx.errors, ctx.owner), None
 
 
 def probed(model: Model, quantised: Model) -> tuple[Target, Head | None, Recorder]:
@@ -108,8 +114,8 @@ def probed(model: Model, quantised: Model) -> tuple[Target, Head | None, Recorde
     Args:
         quantised: the same model with modules in FP8 (`with_exclusions`); those that both treat alike record nothing.
 
-    Passes must be those that read a prompt, with exact=False and a cache that is not quantised: what else there is works
-    in place. A module read twice in one backward pass (a head's, at two depths) adds up.
+    Passes must be those that read a prompt, with exact=False and a cache that is not quantised: the others work in
+    place. A module read twice in one backward pass (a head's, at two depths) adds up.
     """
     recorder = Recorder()
     pairs = dict(zip(map(id, _linears(model)), _linears(quantised), strict=True))

@@ -39,9 +39,9 @@ derivative: by how much acceptance *length* changes is estimated nowhere here.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -60,6 +60,7 @@ __all__ = ["Estimate", "estimate_texts", "estimated"]
 
 # nats per token: beyond it the second-order term of KL is no longer the whole of it
 LOCAL = 0.2
+_ENOUGH = 128  # texts times draws: an error of √(2 / 128)
 
 Table = dict[str, np.ndarray]  # by module
 
@@ -129,11 +130,12 @@ def _per(sums: np.ndarray, sizes: Sequence[int]) -> Change:
     return Change(float(sums.sum() / sum(sizes)), jackknife(without_one(sums, sizes)))
 
 
-def estimated(meter: ExclusionMeter, draws: int = 8, seed: int = 0) -> Estimate:
+def estimated(meter: ExclusionMeter, draws: int | None = None, seed: int = 0) -> Estimate:
     """The estimate for a meter's modules over its own texts, on which it measures KL too.
 
     Args:
-        draws: random vectors, a backward pass each; the estimate errs by √(2 / (texts · draws)) of itself.
+        draws: random vectors, a backward pass each; the target's estimates err by √(2 / (texts · draws)) of themselves.
+            None: as many as make that an eighth, 4 to 32.
         seed: of those vectors.
 
     Raises ConfigError for a number of draws that is none.
@@ -144,7 +146,12 @@ def estimated(meter: ExclusionMeter, draws: int = 8, seed: int = 0) -> Estimate:
 
 
 def estimate_texts(
-    model: Model, quantised: Model, texts: Sequence[Sequence[int]], skips: Sequence[int], draws: int = 8, seed: int = 0
+    model: Model,
+    quantised: Model,
+    texts: Sequence[Sequence[int]],
+    skips: Sequence[int],
+    draws: int | None = None,
+    seed: int = 0,
 ) -> Estimate:
     """Scores of every module that `quantised` treats otherwise than `model`.
 
@@ -156,6 +163,8 @@ def estimate_texts(
     from mtplab.decode.threads import on_device, running_with, thread_count
     from mtplab.study.text_batches import check_texts
 
+    if draws is None:
+        draws = min(max(-(-_ENOUGH // max(1, len(texts))), 4), 32)
     if type(draws) is not int or draws < 1:
         raise ConfigError(f"draws is {draws!r:.60}; expected a whole number of at least 1")
     check_texts(texts, skips)
@@ -198,6 +207,7 @@ class _Passes:
 
         self.recorder.owner = batch.owner
         hidden = batch.target(self.target)
+        self.recorder.owner = batch.owner[batch.judged]
         logits = self.target.logits(self.target.normed(hidden[batch.judged]))
         p = logits.detach().float().softmax(-1)
         target = self._squares(logits, p)
@@ -205,11 +215,13 @@ class _Passes:
         if self.draft is None:
             return [target, {}, {}]
         given, p = self.target.normed(hidden.detach()), p[batch.before]
+        self.recorder.owner = batch.owner
         with torch.no_grad():  # every e as it is in BF16
             batch.draft(self.draft, given)
         self.recorder.share = 0.5
         drafted = batch.draft(self.draft, given)
-        self.recorder.share = 0.0  # the vocabulary head is the target's, and so is what it costs in FP8
+        # the vocabulary head is the target's, and so is what it costs in FP8
+        self.recorder.share, self.recorder.owner = 0.0, batch.owner[batch.slots]
         q = self.target.logits(drafted).float().softmax(-1)
         found = []
         for objective in (-(p * q.log()).sum(), torch.minimum(p, q).sum()):
@@ -223,12 +235,18 @@ class _Passes:
         """Module → scores [draws, texts] of random vectors of covariance F(p) at every row of logits [m, v]."""
         import torch
 
-        root = p.sqrt()
         found = []
         for _ in range(self.draws):
             signs = torch.randint(0, 2, p.shape, generator=self.generator, dtype=torch.int8).to(p.device)
-            z = torch.where(signs.bool(), root, -root)
-            z.addcmul_(p, z.sum(-1, keepdim=True), value=-1.0)
-            logits.backward(z.to(logits.dtype), retain_graph=True)
+            logits.backward(fisher_vector(p, signs.bool()).to(logits.dtype), retain_graph=True)
             found.append(self.recorder.take())
         return {name: torch.stack([each[name] for each in found]).cpu().numpy() for name in found[0]}
+
+
+def fisher_vector(p: torch.Tensor, signs: torch.Tensor) -> torch.Tensor:
+    """z = (diag(√p) − p √pᵀ) ξ of probabilities p [.., v] and signs ξ [.., v] bool (True is +1), the shape of p: where
+    signs are random its covariance is diag(p) − p pᵀ."""
+    import torch
+
+    z = torch.where(signs, p.sqrt(), -p.sqrt())
+    return z.addcmul_(p, z.sum(-1, keepdim=True), value=-1.0)

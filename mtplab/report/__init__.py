@@ -31,6 +31,7 @@ _WHERE = {
     "estimate_check": "exclusion_figures",
     "AcceptancePanel": "acceptance_panel",
     "acceptance_chart": "acceptance_figures",
+    "estimate_table": "exclusion_figures",
     "AdvisePanel": "advise_panel",
     "speedup_by_depth": "advise_figures",
     "best_depth_map": "advise_figures",

@@ -86,8 +86,9 @@ def tiny_tensors(config: dict[str, Any], seed: int = 0, spread: float = 1.0) -> 
         for name in ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm"):
             put(f"mtp.{name}.weight", h, scale=0.1)
         put("mtp.fc.weight", h, 2 * h)
-        mlp_and_norms("mtp.layers.0.")
-        attention("mtp.layers.0.")
+        for i in range(c["mtp_num_hidden_layers"]):
+            mlp_and_norms(f"mtp.layers.{i}.")
+            attention(f"mtp.layers.{i}.")
     return out
 
 

@@ -17,8 +17,9 @@ from mtplab.config import EngineConfig, SpecConfig
 from mtplab.errors import CheckpointError, ConfigError, not_text
 from mtplab.models.cache import DeltaState, KVCache
 from mtplab.models.config import ModelConfig, parse_config
+from mtplab.models.head import Head
 from mtplab.models.parameters import Parameters
-from mtplab.models.qwen3_5 import Head, Target, build_head, build_target
+from mtplab.models.qwen3_5 import Target, build_head, build_target
 from mtplab.quant.policy import QuantPolicy, resolve_policy
 
 if TYPE_CHECKING:
@@ -127,9 +128,12 @@ class Model:
             for kind in self.config.layer_types
         ]
 
-    def draft_cache(self, batch: int, capacity: int, policy: QuantPolicy, kernels: bool = False) -> KVCache:
-        """The head's empty cache."""
-        return self._kv_cache(batch, capacity, policy, kernels)
+    def draft_caches(
+        self, depth: int, batch: int, capacity: int, policy: QuantPolicy, kernels: bool = False
+    ) -> list[KVCache]:
+        """The head's empty caches for drafting to this depth: one, or one for each step (`head.py`)."""
+        count = self.draft.caches(depth) if self.draft is not None else 0
+        return [self._kv_cache(batch, capacity, policy, kernels) for _ in range(count)]
 
     def _kv_cache(self, batch: int, capacity: int, policy: QuantPolicy, kernels: bool) -> KVCache:
         c = self.config

@@ -41,7 +41,9 @@ def with_exclusions(model: Model, exclude: Any, draft_exclude: Any = None, model
         )
         draft = model.draft
         if draft is not None:
-            draft = replace(draft, fc=swap(draft.fc), layer=_layer(draft.layer, swap))
+            draft = replace(
+                draft, modules=[replace(m, fc=swap(m.fc), layer=_layer(m.layer, swap)) for m in draft.modules]
+            )
     return replace(model, plan=plan, target=target, draft=draft, engine=engine, spec=spec)
 
 
@@ -50,8 +52,15 @@ class _Swap:
 
     def __init__(self, model: Model, parameters: Parameters) -> None:
         self._before, self._after, self._parameters = model.plan.by_name, parameters.plan.by_name, parameters
+        self._built: dict[int, PackedLinear] = {}
 
     def __call__(self, packed: PackedLinear) -> PackedLinear:
+        # modules of a head may share a layer
+        if id(packed) not in self._built:
+            self._built[id(packed)] = self._of(packed)
+        return self._built[id(packed)]
+
+    def _of(self, packed: PackedLinear) -> PackedLinear:
         # a head tied to the embedding is no module of its own
         named = all(name in self._after for name in packed.names)
         if not named or all(_treatment(self._before[n]) == _treatment(self._after[n]) for n in packed.names):

@@ -195,19 +195,20 @@ class Checkpoint:
             raise CheckpointError(f"{info.file}: tensor {shown(info.name)} is complex: expected real values. Use read.")
         return self.read(info.name).float()
 
-    def bands(self, name: str) -> Iterator[tuple[int, int, torch.Tensor]]:
+    def bands(self, name: str, multiple: int = 1) -> Iterator[tuple[int, int, torch.Tensor]]:
         """The values `dequantize` gives, in bands of rows: (first row, row after the last, float32 [rows, k]).
 
-        A band's memory (about 4 MB) is used again for the next; axes before the last are taken together as rows, and
-        fewer than two dimensions are one row. Raises CheckpointError as `dequantize` does.
+        Every band but the last has a `multiple` of rows. Its memory (about 4 MB) is used again for the
+        next; axes before the last are taken together as rows, and fewer than two dimensions are one row. Raises
+        CheckpointError as `dequantize` does.
         """
         from mtplab.checkpoint.values import dequantized_bands, plain_bands
 
         info = self.info(name)
         if self._pairing.is_quantised(info):
-            return dequantized_bands(self._pairing.pair(info))
+            return dequantized_bands(self._pairing.pair(info), multiple)
         self._refuse_codes(info)
-        return plain_bands(info)
+        return plain_bands(info, multiple)
 
     def _refuse_codes(self, info: TensorInfo) -> None:
         fault = self._pairing.packed_fault(info)

@@ -143,22 +143,23 @@ def read_dequantized(pair: Pair) -> torch.Tensor:
     return out
 
 
-def dequantized_bands(pair: Pair) -> Iterator[tuple[int, int, torch.Tensor]]:
+def dequantized_bands(pair: Pair, multiple: int = 1) -> Iterator[tuple[int, int, torch.Tensor]]:
     """(first row, row after the last, float32 [rows, k]) one band after the other, in memory that the next one reuses.
 
-    Rows are those of the codes [.., k] with all axes but the last taken together. Raises as `read_scaled` does.
+    Every band but the last has a `multiple` of rows. Rows are those of the codes [.., k] with all axes but the last
+    taken together. Raises as `read_scaled` does.
     """
-    yield from _bands(pair, None)
+    yield from _bands(pair, None, multiple)
 
 
-def plain_bands(info: TensorInfo) -> Iterator[tuple[int, int, torch.Tensor]]:
+def plain_bands(info: TensorInfo, multiple: int = 1) -> Iterator[tuple[int, int, torch.Tensor]]:
     """As `dequantized_bands`, of a tensor that is not quantised: its values cast to float32."""
     *lead, k = info.shape or (1,)
     total = math.prod(lead)
     dtype = _torch_dtype(info)
     if dtype.is_complex:
         raise CheckpointError(f"{_where(info)} is complex: expected real values.")
-    step = _rows_at_a_time(total, k)
+    step = _rows_at_a_time(total, k, multiple)
     width = info.nbytes // max(1, total * k)
     raw, own = torch.empty(step * k * width, dtype=torch.uint8), torch.empty(step, k)
     with TensorFile(info.file) as file:
@@ -169,16 +170,16 @@ def plain_bands(info: TensorInfo) -> Iterator[tuple[int, int, torch.Tensor]]:
             yield start, stop, own[: stop - start].copy_(part.view(dtype).view(-1, k))
 
 
-def _rows_at_a_time(total: int, k: int) -> int:
+def _rows_at_a_time(total: int, k: int, multiple: int = 1) -> int:
     """How many of `total` rows of k values make a band; 0 where there are none, however wide they claim to be."""
-    return min(total, max(1, _BAND_BYTES // max(1, k)))
+    return min(total, max(1, _BAND_BYTES // max(1, k) // multiple) * multiple)
 
 
-def _bands(pair: Pair, out: torch.Tensor | None) -> Iterator[tuple[int, int, torch.Tensor]]:
+def _bands(pair: Pair, out: torch.Tensor | None, multiple: int = 1) -> Iterator[tuple[int, int, torch.Tensor]]:
     info = pair.codes
     *lead, k = info.shape
     total = math.prod(lead)
-    step = _rows_at_a_time(total, k)
+    step = _rows_at_a_time(total, k, multiple)
     band = torch.empty(step * k, dtype=torch.uint8)
     own = torch.empty(step, k) if out is None else None
     with TensorFile(info.file) as file:

@@ -7,14 +7,17 @@ not) is carried out. Knows nothing of what a model does with them.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from mtplab.checkpoint import Checkpoint, Plan, TensorInfo
 from mtplab.errors import CheckpointError
-from mtplab.quant.block import ScaledTensor, quantize_block
+from mtplab.quant.block import BLOCK, ScaledTensor, Unread, quantize_block
 from mtplab.quant.linear import LinearWeight, PackedLinear
+from mtplab.quant.products import keeps_codes
 from mtplab.quant.rounding import Rounding
 
 # the text tower's names, alone or inside the multimodal wrapper
@@ -45,7 +48,9 @@ class Parameters:
     def vector(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
         """A plain tensor of this shape, in `dtype` or the compute dtype."""
         self._expect(name, shape)
-        return self._values(name).to(dtype or self.dtype).to(self.device)
+        out = torch.empty(shape, dtype=dtype or self.dtype, device=self.device)
+        self._fill(name, out)
+        return out
 
     def one_plus(self, name: str, size: int) -> Tensor:
         """1 + w of a zero-centred RMSNorm [size], in float32: 1 + w does not fit BF16's mantissa."""
@@ -63,13 +68,15 @@ class Parameters:
         name = f"{module}.weight"
         self._expect(name, shape)
         decided = self.plan.by_name[module]
+        value: ScaledTensor | Unread
         if decided.weight != "fp8":
-            value: Tensor | ScaledTensor = self._values(name)
+            value = Unread(shape, partial(self._fill, name))
+        elif not keeps_codes(self.device):
+            value = Unread(shape, partial(self._fill_from_codes, name, decided.scale is None))
         elif decided.scale is not None:
             value = ScaledTensor(*self.checkpoint.scaled(name))
         else:
-            file = self.checkpoint.tensors[name].file
-            value = quantize_block(self.checkpoint.dequantize(name), name=f"{file}: {name}")
+            value = self._quantized(name)
         rounded = decided.activation == "fp8" and self.activation_rounding
         stored = self._input_scale(decided.input_scale) if rounded and decided.input_scale is not None else None
         return LinearWeight(module, value, rounded, Rounding(decided.activation_group if stored is None else 0, stored))
@@ -86,23 +93,52 @@ class Parameters:
             )
         return values[0]
 
-    def _values(self, name: str) -> Tensor:
-        """A tensor's float32 values, which must be real numbers: one NaN would make every token of a run id 0."""
+    def _fill_from_codes(self, name: str, at_load: bool, out: Tensor) -> None:
+        """Write what FP8 keeps of a weight to `out` [n, k]."""
+        if at_load:
+            for start, stop, codes in self._quantized_bands(name):
+                out[start:stop].copy_(codes.dequantize())
+            return
+        for start, stop, values in self.checkpoint.bands(name):
+            out[start:stop].copy_(values)
+
+    def _quantized(self, name: str) -> ScaledTensor:
+        """A weight in FP8, quantised as it is read: codes and scales."""
+        bands = [codes for _, _, codes in self._quantized_bands(name)]
+        codes = torch.cat([band.data.view(torch.uint8) for band in bands])
+        return ScaledTensor(codes.view(bands[0].data.dtype), torch.cat([band.scale for band in bands]))
+
+    def _quantized_bands(self, name: str) -> Iterator[tuple[int, int, ScaledTensor]]:
+        """(first row, row after the last, those rows in FP8), whole blocks at a time."""
+        file = self.checkpoint.tensors[name].file
+        for start, stop, values in self.checkpoint.bands(name, multiple=BLOCK[0]):
+            yield start, stop, quantize_block(values, name=f"{file}: {name}")
+
+    def _fill(self, name: str, out: Tensor) -> None:
+        """Write a tensor's values to `out`, a band at a time. They must be real numbers: one NaN would make every token
+        of a run id 0."""
         info = self.checkpoint.tensors[name]
         if not info.dtype.startswith(("BF16", "F16", "F32", "F64", "F8_")):
             raise CheckpointError(
                 f"{info.file}: tensor {name} is stored as {info.dtype}; expected BF16, F16, F32 or FP8 with a scale. "
                 "Bytes of an old FP8 writer or a packed format are not read as numbers; export it again."
             )
-        value = self.checkpoint.dequantize(name)
-        finite = value.isfinite()
-        if not bool(finite.all()):
-            at = (~finite).nonzero()[0].tolist()
-            raise CheckpointError(
-                f"{info.file}: tensor {name}: {int((~finite).sum())} of {value.numel()} values are NaN or infinite, "
-                f"expected none; the first is at {at}. The export is damaged; download or convert it again."
-            )
-        return value
+        rows = out.view(-1, out.shape[-1])
+        for start, stop, values in self.checkpoint.bands(name):
+            # the extremes are NaN where any value is, and need no memory of their own
+            if not all(map(math.isfinite, map(float, values.aminmax()))):
+                self._refuse(name)
+            rows[start:stop].copy_(values)
+
+    def _refuse(self, name: str) -> None:
+        """Raises CheckpointError for a tensor with values that are no numbers, having counted all of them."""
+        info, value = self.checkpoint.tensors[name], self.checkpoint.dequantize(name)
+        wrong = ~value.isfinite()
+        raise CheckpointError(
+            f"{info.file}: tensor {name}: {int(wrong.sum())} of {value.numel()} values are NaN or infinite, "
+            f"expected none; the first is at {wrong.nonzero()[0].tolist()}. The export is damaged; download or "
+            "convert it again."
+        )
 
     def _expect(self, name: str, shape: tuple[int, ...]) -> None:
         info = self.checkpoint.tensors.get(name)

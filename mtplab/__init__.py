@@ -23,6 +23,7 @@ _WHERE = {
     "sweep": "mtplab.study",
     "trace": "mtplab.study.trace",
     "compare_hidden": "mtplab.study.hidden",
+    "memory": "mtplab.models.memory",
 }
 
 __all__ = [
@@ -34,6 +35,7 @@ __all__ = [
     "compare_hidden",
     "generate",
     "load_model",
+    "memory",
     "open_checkpoint",
     "quantize_checkpoint",
     "sweep",
@@ -46,6 +48,7 @@ if TYPE_CHECKING:
     from mtplab.decode import Cancelled, generate
     from mtplab.errors import CheckpointError, ConfigError, MtplabError
     from mtplab.models import load_model
+    from mtplab.models.memory import memory
     from mtplab.study import sweep
     from mtplab.study.hidden import compare_hidden
     from mtplab.study.trace import trace

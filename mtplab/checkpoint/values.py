@@ -8,7 +8,9 @@ axis.
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
@@ -57,6 +59,8 @@ TORCH_DTYPES: dict[str, torch.dtype] = {
 }
 
 _BAND_BYTES = 1 << 20
+_KEPT_BYTES = 1 << 24  # of one buffer: bands of very wide rows are larger, and rare
+_buffers = threading.local()
 
 
 class ScaledWeight(NamedTuple):
@@ -161,13 +165,32 @@ def plain_bands(info: TensorInfo, multiple: int = 1) -> Iterator[tuple[int, int,
         raise CheckpointError(f"{_where(info)} is complex: expected real values.")
     step = _rows_at_a_time(total, k, multiple)
     width = info.nbytes // max(1, total * k)
-    raw, own = torch.empty(step * k * width, dtype=torch.uint8), torch.empty(step, k)
-    with TensorFile(info.file) as file:
+    with _scratch(step * k * width) as raw, _scratch(4 * step * k) as memory, TensorFile(info.file) as file:
+        own = memory.view(torch.float32).view(step, k)
         for start in range(0, total, step) if step and k else ():
             stop = min(total, start + step)
             part = raw[: (stop - start) * k * width]
             file.fill(info, start * k * width, part)
             yield start, stop, own[: stop - start].copy_(part.view(dtype).view(-1, k))
+
+
+@contextmanager
+def _scratch(nbytes: int) -> Iterator[torch.Tensor]:
+    """uint8 [nbytes] of any content, the same memory again for whoever asks next in this thread: buffers made and freed
+    for every tensor of a load leave gaps between the tensors that stay, a third of all memory.
+
+    Made outside inference mode, so that both modes may write to it.
+    """
+    free: list[torch.Tensor] = _buffers.__dict__.setdefault("free", [])
+    kept = free.pop() if free else None
+    if kept is None or kept.numel() < nbytes:
+        with torch.inference_mode(False):
+            kept = torch.empty(max(nbytes, 4 * _BAND_BYTES), dtype=torch.uint8)
+    try:
+        yield kept[:nbytes]
+    finally:
+        if kept.numel() <= _KEPT_BYTES:
+            free.append(kept)
 
 
 def _rows_at_a_time(total: int, k: int, multiple: int = 1) -> int:
@@ -180,9 +203,12 @@ def _bands(pair: Pair, out: torch.Tensor | None, multiple: int = 1) -> Iterator[
     *lead, k = info.shape
     total = math.prod(lead)
     step = _rows_at_a_time(total, k, multiple)
-    band = torch.empty(step * k, dtype=torch.uint8)
-    own = torch.empty(step, k) if out is None else None
-    with TensorFile(info.file) as file:
+    with (
+        _scratch(step * k) as band,
+        _scratch(4 * step * k if out is None else 0) as memory,
+        TensorFile(info.file) as file,
+    ):
+        own = memory.view(torch.float32).view(step, k) if out is None else None
         beside = pair.scale.file == info.file  # as in most exports: a file is opened once for the pair
         scale = _scale(_stored(file, pair.scale) if beside else read_tensor(pair.scale), pair)
         for start in range(0, total, step) if step else ():

@@ -15,9 +15,12 @@ from mtplab.checkpoint import Checkpoint, Plan, open_checkpoint
 from mtplab.checkpoint.strict_json import read_json_object
 from mtplab.config import EngineConfig, SpecConfig
 from mtplab.errors import CheckpointError, ConfigError, not_text
+from mtplab.models.asked import check_exclusions, load_settings, plan_arguments
 from mtplab.models.cache import DeltaState, KVCache
 from mtplab.models.config import ModelConfig, parse_config
 from mtplab.models.head import Head
+from mtplab.models.machine import give_back
+from mtplab.models.memory import refuse_what_cannot_fit, weights_in_memory
 from mtplab.models.parameters import Parameters
 from mtplab.models.qwen3_5 import Target, build_head, build_target
 from mtplab.quant.policy import QuantPolicy, resolve_policy
@@ -169,6 +172,7 @@ def load_model(
     model_format: str | None = None,
     activation_rounding: bool = True,
     exact: bool = True,
+    check_memory: bool = True,
 ) -> Model:
     """Load a checkpoint and its MTP head.
 
@@ -183,37 +187,42 @@ def load_model(
         activation_rounding: round the inputs of FP8 layers to E4M3 (W8A8), with the scales that the checkpoint's
             format gives them: per token and 128 features beside blocks, else per token, or the stored one.
         exact: arithmetic in which a row does not depend on the rows beside it (float32 on a CPU).
+        check_memory: refuse at once weights that are more than the memory available; see `mtplab.memory`.
+
+    Weights are read a band of rows at a time: at the worst moment there is one matrix beside those that stay.
 
     Raises CheckpointError for files that are missing, broken or of another architecture, ConfigError for settings.
     """
-    engine = EngineConfig.of(
-        device=str(device),
-        dtype=None if dtype is None else str(dtype).removeprefix("torch."),
-        exclude=exclude,
-        model_format=model_format,
-        quant_policy=resolve_policy(quant_policy).name,
-        activation_rounding=activation_rounding,
-        exact=exact,
+    engine, spec = load_settings(
+        device,
+        dtype,
+        exclude,
+        draft_exclude,
+        quant_policy,
+        draft_quant_policy,
+        model_format,
+        activation_rounding,
+        exact,
     )
-    spec = SpecConfig.from_target(
-        engine,
-        exclude=draft_exclude,
-        quant_policy=None if draft_quant_policy is None else resolve_policy(draft_quant_policy).name,
-    )
-    return load_configured(path, engine, spec)
+    return load_configured(path, engine, spec, check_memory)
 
 
-def load_configured(path: str | Path | Checkpoint, engine: EngineConfig, spec: SpecConfig) -> Model:
+def load_configured(
+    path: str | Path | Checkpoint, engine: EngineConfig, spec: SpecConfig, check_memory: bool = True
+) -> Model:
     """`load_model` from validated settings, where the draft's weight format may differ from the target's."""
     checkpoint = path if isinstance(path, Checkpoint) else open_checkpoint(path)
-    _check_exclusions(checkpoint, engine, spec)
+    check_exclusions(checkpoint, engine, spec)
     plan = checkpoint.plan(**plan_arguments(engine, spec))
     config = parse_config(checkpoint.config, *_eos_override(checkpoint), checkpoint.files.folder / "config.json")
     where, stored = _device(engine.device), _dtype(config.dtype)
     compute = _dtype(engine.dtype) if engine.dtype else (torch.float32 if where.type == "cpu" else stored)
+    if check_memory:
+        refuse_what_cannot_fit(checkpoint, weights_in_memory(checkpoint, plan, engine, config))
     parameters = Parameters(checkpoint, plan, compute, where, engine.activation_rounding)
     with torch.inference_mode():
         target, draft = build_target(config, parameters), build_head(config, parameters)
+    give_back()
     return Model(
         config=config,
         checkpoint=checkpoint,
@@ -227,31 +236,6 @@ def load_configured(path: str | Path | Checkpoint, engine: EngineConfig, spec: S
         engine=engine,
         spec=spec,
     )
-
-
-def _check_exclusions(checkpoint: Checkpoint, engine: EngineConfig, spec: SpecConfig) -> None:
-    """An exclusion list with nothing to exclude from would quietly do nothing."""
-    asked = next((e for e in (engine.exclude, spec.exclude) if e not in (None, "published")), None)
-    if asked is not None and checkpoint.quantization is None and not (engine.model_format or spec.model_format):
-        raise ConfigError(
-            f"exclude is {asked!r}, but {checkpoint.path} is not quantised and nothing would be kept from FP8; add "
-            "model_format='fp8', or leave exclude out"
-        )
-
-
-def plan_arguments(engine: EngineConfig, spec: SpecConfig) -> dict:
-    """The plan's arguments: one weight format, and exclusions that keep the other part out of it where they differ."""
-    exclude, draft_exclude = engine.exclude, spec.exclude
-    if engine.model_format and not spec.model_format:
-        draft_exclude = ("mtp.*",)
-    elif spec.model_format and not engine.model_format:
-        # an exclusion list not given to the draft would fall back on the target's
-        exclude, draft_exclude = ("*",), draft_exclude or "published"
-    return {
-        "exclude": exclude,
-        "draft_exclude": draft_exclude,
-        "model_format": engine.model_format or spec.model_format,
-    }
 
 
 def _eos_override(checkpoint: Checkpoint) -> tuple[Any, Path]:

@@ -13,8 +13,9 @@ from typing import Any
 import torch
 
 from mtplab.config import EngineConfig, SpecConfig
+from mtplab.models.asked import plan_arguments
 from mtplab.models.layers import MLP, Attention
-from mtplab.models.model import Model, plan_arguments
+from mtplab.models.model import Model
 from mtplab.models.parameters import Parameters
 from mtplab.models.qwen3_5 import DecoderLayer
 from mtplab.quant.linear import PackedLinear

@@ -13,7 +13,7 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import (
     Qwen3_5TextRotaryEmbedding,
 )
 
-from mtplab import CheckpointError, generate, load_model, open_checkpoint
+from mtplab import CheckpointError, generate, load_model, memory, open_checkpoint
 from mtplab.config import SamplingConfig, SpecConfig
 from mtplab.decode import runner
 from mtplab.decode.runner import Run
@@ -242,10 +242,15 @@ def test_every_layer_is_the_drafts_in_plan_and_bytes(deep):
     assert deep.draft.modules[0].fc is deep.draft.modules[1].fc
     c = deep.config
     each = 2 * c.num_kv_heads * c.head_dim * 2
-    memory = generate(deep, "x", depth=1, max_new_tokens=2).memory
-    assert deep.kv_bytes_per_token("none", "draft") == memory["draft_kv_bytes_per_token"] == n * each
-    assert memory["layers"] == [0, 0, 0, each, *[each] * n]
-    assert len(deep.draft_caches(n, 1, 256, resolve_policy("none"))) == n
+    account = generate(deep, "x", depth=1, max_new_tokens=2).memory
+    assert deep.kv_bytes_per_token("none", "draft") == account["draft_kv_bytes_per_token"] == n * each
+    assert account["layers"] == [0, 0, 0, each, *[each] * n]
+    # a run holds a cache for every draft, and what a run will hold is said before loading
+    for depth, count in ((1, 1), (3, 3), (5, 5)):
+        caches = deep.draft_caches(depth, 1, 256, resolve_policy("none"))
+        here = sum(cache.codes.nbytes for cache in caches)
+        said = [memory(deep.checkpoint.path, depth=k).caches.token for k in (0, depth)]
+        assert len(caches) == count and said[1] - said[0] == here // 256, depth
 
 
 def test_other_exclusions_share_what_modules_share(deep):

@@ -99,7 +99,7 @@ class _Batch:
         width, longest = round_up(int(self.starts.max()), CHUNK), int(self.lengths.max())
         kernels = decodes_with_kernels(model.config, model.dtype, device, (policy,))
         need = max(width, int(self.starts.max()) + longest + depth)
-        again = model.draft.caches(depth) - 1
+        again = model.config.draft_caches(depth) - 1
         most = depth + 1 + again
         self.passes = PassMaker(model.config, round_up(need, KEY_BLOCK), model.dtype, device, most, kernels)
         self.caches = model.draft_caches(depth, len(prompts), self.passes.capacity, policy, kernels)

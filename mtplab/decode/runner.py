@@ -85,7 +85,7 @@ class Run:
         policies = (policy, draft_policy) if self.k else (policy,)
         kernels = decodes_with_kernels(model.config, model.dtype, self.device, policies)
         # slots before the unread ones that the draft reads again
-        self.back = max(0, model.draft.caches(self.k) - 1) if self.k else 0
+        self.back = max(0, model.config.draft_caches(self.k) - 1)
         most = self.k + 1 + self.back
         self.passes = PassMaker(model.config, round_up(need, block), model.dtype, self.device, most, kernels)
         self.state = RunState(model, len(prompts), self.passes.capacity, policy, draft_policy, self.k, kernels)

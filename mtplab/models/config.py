@@ -46,6 +46,10 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...]
     dtype: str
 
+    def draft_caches(self, depth: int) -> int:
+        """KV caches of the head when it drafts so deep: one for all drafts, or one for each (`head.py`)."""
+        return depth if self.mtp_layers > 1 else min(depth, self.mtp_layers)
+
     @property
     def key_dim(self) -> int:
         """Features of all the delta rule's key heads together."""

@@ -70,12 +70,8 @@ class Head:
 
     @property
     def per_depth(self) -> bool:
-        """Whether each draft has a module of its own, and so a cache."""
+        """Whether each draft has a module of its own, and so a cache (`ModelConfig.draft_caches`)."""
         return len(self.modules) > 1
-
-    def caches(self, depth: int) -> int:
-        """Caches that drafting to this depth takes."""
-        return depth if self.per_depth else min(depth, 1)
 
     def linears(self) -> Iterator[PackedLinear]:
         """Every linear layer once, but the vocabulary head, which is the target's."""

@@ -229,7 +229,7 @@ def _caches(
     # decoding on a GPU reads the codes themselves
     copies = weights.device.startswith("cpu")
     full, linear = c.layer_types.count("full_attention"), c.layer_types.count("linear_attention")
-    heads = c.mtp_layers if depth else 0
+    heads = c.draft_caches(depth)
 
     def token(of: QuantPolicy, layers: int, here: bool) -> int:
         if of.bits is None:

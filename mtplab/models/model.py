@@ -135,8 +135,7 @@ class Model:
         self, depth: int, batch: int, capacity: int, policy: QuantPolicy, kernels: bool = False
     ) -> list[KVCache]:
         """The head's empty caches for drafting to this depth: one, or one for each step (`head.py`)."""
-        count = self.draft.caches(depth) if self.draft is not None else 0
-        return [self._kv_cache(batch, capacity, policy, kernels) for _ in range(count)]
+        return [self._kv_cache(batch, capacity, policy, kernels) for _ in range(self.config.draft_caches(depth))]
 
     def _kv_cache(self, batch: int, capacity: int, policy: QuantPolicy, kernels: bool) -> KVCache:
         c = self.config

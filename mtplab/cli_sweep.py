@@ -20,6 +20,7 @@ from typing import Annotated, Any
 import typer
 
 from mtplab.cli_common import (
+    Calibration,
     CheckpointPath,
     Device,
     Exact,
@@ -47,13 +48,17 @@ def sweep(
     quant_policy: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="NAMES", help="KV cache policies, commas between: none, int8, int4, fp8, fp8_e5m2.  [default: none]"
+            metavar="NAMES",
+            help="KV cache policies, commas between: none, int8, int4, fp8, fp8_e5m2, turboquant; int8/int4 for K and "
+            "V apart; fp8:calibrated, fp8:calibrated-head and fp8:checkpoint for scales; int8@3+7 to keep layers 3 and "
+            "7 unquantised.  [default: none]",
         ),
     ] = None,
     draft_quant_policy: Annotated[
         list[str] | None,
         typer.Option(metavar="NAMES", help="The draft's, each with each of the target's; the same if left out."),
     ] = None,
+    calibration: Calibration = None,
     exclude: Annotated[
         list[str] | None,
         typer.Option(
@@ -127,6 +132,7 @@ def sweep(
       mtplab sweep data/tiny-qwen3_5 --depths 0-8 --limit 6 --by-domain
       mtplab sweep data/tiny-qwen3_5 --depths 0-4 --limit 2 --method run
       mtplab sweep data/tiny-qwen3_5 --quant-policy int4 --draft-quant-policy none,int4 --json > rows.json
+      mtplab sweep data/tiny-qwen3_5 --quant-policy turboquant,int8/int4,fp8:calibrated --limit 2
 
     Ctrl-C stops after the current round; twice stops at once.
     """
@@ -160,6 +166,7 @@ def sweep(
             on_row=on_row,
             on_progress=follow,
             cancel=cancel,
+            calibration=calibration,
         )
     if as_json:
         print_json(

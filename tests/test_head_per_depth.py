@@ -16,6 +16,7 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import (
 from mtplab import CheckpointError, generate, load_model, memory, open_checkpoint
 from mtplab.config import SamplingConfig, SpecConfig
 from mtplab.decode import runner
+from mtplab.decode.calibration import bound
 from mtplab.decode.runner import Run
 from mtplab.quant.policy import POLICIES, resolve_policy
 from mtplab.study.trace import trace
@@ -149,6 +150,18 @@ def test_in_fp8(bundled, tmp_path, weights):
     for depth in (2, 5):
         run = generate(model, PROMPTS, depth=depth, **settings)
         assert run.tokens == found.outputs and run.per_prompt == found.acceptance().per_prompt(depth)
+
+
+def test_every_layer_has_a_calibrated_scale_of_its_own(deep):
+    settings = {"max_new_tokens": 12, "quant_policy": "fp8:calibrated", "calibration": [PROMPTS[5]]}
+    found = trace(deep, PROMPTS[:3], 5, **settings)
+    run = generate(deep, PROMPTS[:3], depth=5, **settings)
+    assert run.tokens == found.outputs and run.per_prompt == found.acceptance().per_prompt(5)
+    policy = bound(deep, resolve_policy("fp8:calibrated"), "draft", [deep.encode(PROMPTS[5])])
+    scales = [float(policy.scales_of(layer)[0]) for layer in range(3)]
+    assert len(set(scales)) == 3
+    caches = deep.draft_caches(5, 1, 256, policy)
+    assert [cache.factors[0] for cache in caches] == [*scales, *scales[:2]]
 
 
 def test_outputs_that_end_and_prompts_of_segments(deep, monkeypatch):

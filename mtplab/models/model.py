@@ -23,6 +23,7 @@ from mtplab.models.machine import give_back
 from mtplab.models.memory import refuse_what_cannot_fit, weights_in_memory
 from mtplab.models.parameters import Parameters
 from mtplab.models.qwen3_5 import Target, build_head, build_target
+from mtplab.quant.kv_codec import check_head_dim
 from mtplab.quant.policy import QuantPolicy, resolve_policy
 
 if TYPE_CHECKING:
@@ -51,9 +52,11 @@ class Model:
     spec: SpecConfig
 
     def policy(self, part: str = "target") -> QuantPolicy:
-        """The KV-cache policy a run uses by default for "target" or "draft"."""
+        """The KV-cache policy a run uses by default for "target" or "draft"; a draft that inherits the target's has no
+        layer kept unquantised: its layers are other ones."""
         own = self.spec.quant_policy if part == "draft" else None
-        return resolve_policy(self.engine.quant_policy if own is None else own)
+        found = resolve_policy(self.engine.quant_policy if own is None else own)
+        return found.everywhere if part == "draft" and own is None else found
 
     @property
     def can_be_exact(self) -> bool:
@@ -110,10 +113,35 @@ class Model:
 
     def kv_bytes_per_token(self, policy: str | int | QuantPolicy | None = None, part: str = "target") -> int:
         """KV-cache bytes one token adds, all layers of the target or the draft together."""
+        return sum(self.kv_layer_bytes(self.policy(part) if policy is None else policy, part))
+
+    def kv_layer_bytes(self, policy: str | int | QuantPolicy, part: str = "target") -> list[int]:
+        """The same layer by layer; 0 for a delta-rule layer, which keeps a state instead."""
+        c, chosen = self.config, resolve_policy(policy)
+        size = (c.num_kv_heads, c.head_dim, self.checkpoint_dtype.itemsize)
+        if part != "target":
+            return [chosen.bytes_per_token(*size)] * c.mtp_layers
+        kinds = enumerate(c.layer_types)
+        return [chosen.at(i).bytes_per_token(*size) if kind == "full_attention" else 0 for i, kind in kinds]
+
+    def check_policy(self, policy: QuantPolicy, part: str = "target") -> None:
+        """Raises ConfigError where this model's cache cannot be kept so, of the target or the draft."""
         c = self.config
-        layers = c.layer_types.count("full_attention") if part == "target" else c.mtp_layers
-        chosen = resolve_policy(policy) if policy is not None else self.policy(part)
-        return layers * chosen.bytes_per_token(c.num_kv_heads, c.head_dim, self.checkpoint_dtype.itemsize)
+        for side in policy.sides:
+            check_head_dim(side.storage, c.head_dim)
+        if policy.kept and part != "target":
+            raise ConfigError(
+                f"the draft's quant_policy is {policy.name}, which names layers of the target; use "
+                f"{policy.everywhere.name} or none"
+            )
+        attention = [i for i, kind in enumerate(c.layer_types) if kind == "full_attention"]
+        wrong = [layer for layer in policy.kept if layer not in attention]
+        if wrong:
+            raise ConfigError(
+                f"quant_policy {policy.name} keeps layer{'s' * (len(wrong) > 1)} {', '.join(map(str, wrong))} "
+                f"unquantised, which {'have' if len(wrong) > 1 else 'has'} no KV cache here; expected some of "
+                f"{', '.join(map(str, attention))}, the target's attention layers"
+            )
 
     def state_bytes(self) -> int:
         """Bytes of delta-rule state per sequence: it does not grow with the context and is never quantised."""
@@ -125,24 +153,32 @@ class Model:
     def target_caches(
         self, batch: int, capacity: int, policy: QuantPolicy, kernels: bool = False
     ) -> list[KVCache | DeltaState]:
-        """Empty caches, one per layer of the target; `kernels`: for a run that decodes with them."""
+        """Empty caches, one per layer of the target; `kernels`: for a run that decodes with them. Raises ConfigError
+        for a policy that does not fit, or whose scales are not there (`decode/calibration.py` finds them)."""
+        self.check_policy(policy)
         return [
-            self._kv_cache(batch, capacity, policy, kernels) if kind == "full_attention" else self._delta_state(batch)
-            for kind in self.config.layer_types
+            self._kv_cache(batch, capacity, policy, kernels, layer)
+            if kind == "full_attention"
+            else self._delta_state(batch)
+            for layer, kind in enumerate(self.config.layer_types)
         ]
 
     def draft_caches(
         self, depth: int, batch: int, capacity: int, policy: QuantPolicy, kernels: bool = False
     ) -> list[KVCache]:
-        """The head's empty caches for drafting to this depth: one, or one for each step (`head.py`)."""
-        return [self._kv_cache(batch, capacity, policy, kernels) for _ in range(self.config.draft_caches(depth))]
-
-    def _kv_cache(self, batch: int, capacity: int, policy: QuantPolicy, kernels: bool) -> KVCache:
+        """The head's empty caches for drafting to this depth: one, or one for each step (`head.py`). Raises ConfigError
+        likewise."""
+        self.check_policy(policy, "draft")
         c = self.config
-        if policy.bits == 4 and c.head_dim % 2:
-            raise ConfigError(f"quant_policy {policy.name} packs pairs, but head_dim is {c.head_dim}; use int8")
+        return [
+            self._kv_cache(batch, capacity, policy, kernels, step % c.mtp_layers)
+            for step in range(c.draft_caches(depth))
+        ]
+
+    def _kv_cache(self, batch: int, capacity: int, policy: QuantPolicy, kernels: bool, layer: int) -> KVCache:
+        c, own = self.config, policy.at(layer)
         return KVCache(
-            policy,
+            own,
             batch,
             c.num_kv_heads,
             capacity,
@@ -151,6 +187,7 @@ class Model:
             self.checkpoint_dtype,
             self.device,
             kernels,
+            own.scales_of(layer),
         )
 
     def _delta_state(self, batch: int) -> DeltaState:

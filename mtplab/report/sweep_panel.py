@@ -76,7 +76,7 @@ class SweepPanel(Panel):
         *,
         depths: tuple[int, int] = (0, 6),
         exclude: Sequence[str] = ("published",),
-        policies: Sequence[str] = ("none", "int8", "int4", "fp8_e4m3", "fp8_e5m2"),
+        policies: Sequence[str] = ("none", "int8", "int4", "fp8_e4m3", "fp8_e5m2", "turboquant"),
         modules: Sequence[str] | None = None,
         prompts: Any = None,
         domains: Sequence[str] = (),

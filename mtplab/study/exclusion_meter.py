@@ -26,6 +26,7 @@ from mtplab.errors import ConfigError
 from mtplab.study.interval import jackknife, without_one
 from mtplab.study.module_groups import ModuleGroup, module_groups, never_fp8
 from mtplab.study.point import canonical_json
+from mtplab.study.prompts import calibration_ids
 
 __all__ = ["Change", "ExclusionMeter", "Measured", "kl_change", "length_change", "relative_loss"]
 
@@ -288,6 +289,7 @@ class ExclusionMeter:
             threads=None,
             on_round=None,
             cancel=self.cancel,
+            calibration=calibration_ids([self.model.engine.quant_policy], self.model.encode),
         )
         mine = self._of_target(excluded)
         if mine not in self._outputs:

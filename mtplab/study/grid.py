@@ -18,7 +18,7 @@ from mtplab.quant.policy import resolve_policy
 from mtplab.study.identity import checkpoint_folder, checkpoint_identity
 from mtplab.study.point import DRAFT_SETTINGS, PointConfig, excluded_modules, plan_digest
 from mtplab.study.producer import Labels
-from mtplab.study.prompts import PromptSet, load_prompts, tokenizer_encoder
+from mtplab.study.prompts import PromptSet, calibration_ids, load_prompts, tokenizer_encoder
 from mtplab.study.worker import Unit, Variant
 
 __all__ = [
@@ -91,6 +91,7 @@ def build_units(
     temperature: Any,
     encode: Callable[[str], list[int]] | None = None,
     method: Literal["run", "trace"] = "run",
+    calibration: Any = None,
 ) -> list[Unit]:
     """The product of all axes, slowest first: exclusions, prompts, temperature, policy, draft's policy.
 
@@ -100,6 +101,7 @@ def build_units(
             means "as the target's", point by point.
         quant_policy, draft_quant_policy: sequences of names or numbers; `draft_quant_policy` None likewise.
         encode: text to ids; by default the tokenizer beside the checkpoint.
+        calibration: texts for calibrated policies, the bundled prompts if None.
         method: what produces the rows; a model without a draft has nothing to trace and is run.
 
     Raises:
@@ -114,6 +116,8 @@ def build_units(
     draft_policies = None
     if draft_quant_policy is not None:
         draft_policies = _policies("draft_quant_policy", draft_quant_policy)
+    asked = [*policies, *(draft_policies or [])]
+    texts = calibration_ids(asked, lambda text: (encode or tokenizer_encoder(folder))(text), calibration)
     temperatures = _distinct(_temperature(t) for t in axis("temperature", temperature))
     engine, spec, sampling = settings.engine, settings.spec, settings.sampling
     device = engine.device.split(":")[0]
@@ -133,7 +137,7 @@ def build_units(
         converts = checkpoint.quantization is None and any(module.weight == "fp8" for module in plan.modules)
         rounds = any(module.activation == "fp8" for module in plan.modules)
         for (prompts, ids), degree, policy in itertools.product(encoded, temperatures, policies):
-            for draft_policy in draft_policies or [policy]:
+            for draft_policy in draft_policies or [resolve_policy(policy).everywhere.name]:
                 config = PointConfig(
                     method=method if any(module.part == "draft" for module in plan.modules) else "run",
                     checkpoint=identity,
@@ -153,6 +157,7 @@ def build_units(
                     **spec.model_dump(include=set(DRAFT_SETTINGS)),
                     prompts=ids,
                     domains=tuple(prompt.domain for prompt in prompts.prompts),
+                    calibration=texts,
                 )
                 labels = Labels(
                     checkpoint=printable(folder.resolve().name),

@@ -19,6 +19,7 @@ import numpy as np
 
 from mtplab.errors import ConfigError
 from mtplab.study.interval import jackknife, without_one
+from mtplab.study.prompts import calibration_ids
 
 if TYPE_CHECKING:
     import torch
@@ -142,6 +143,7 @@ def quality(
     quant_policy: str | int | QuantPolicy | None = None,
     skip: Sequence[int] | int = 0,
     exact: bool = False,
+    calibration: Any = None,
 ) -> Quality:
     """Read the texts with the model under a cache policy, and with the reference under none, and compare.
 
@@ -153,9 +155,11 @@ def quality(
         quant_policy: of the model's cache (its own default if None); the reference's cache is never quantised.
         skip: tokens at the beginning of each text that are read and not judged (a prompt), one number or one a text.
         exact: arithmetic whose rows do not depend on each other, where there is any.
+        calibration: texts that a calibrated policy takes its scales from, the bundled prompts if None.
 
     Raises ConfigError for texts that cannot be compared.
     """
+    from mtplab.decode.calibration import bound
     from mtplab.decode.settings import token_ids
     from mtplab.quant.policy import resolve_policy
 
@@ -176,6 +180,7 @@ def quality(
     if isinstance(reference, Reading) and reference.texts != ids:
         raise ConfigError(f"the reference has read {len(reference.texts)} other texts; read these with it")
     policy = model.policy("target") if quant_policy is None else resolve_policy(quant_policy)
+    policy = bound(model, policy, "target", calibration_ids([policy], model.encode, calibration))
     return _compare(model, ids, reference, policy, skips, exact)
 
 

@@ -64,6 +64,7 @@ def sweep(
     on_progress: Callable[[SweepProgress], None] | None = None,
     load_model: Callable[..., Any] | None = None,
     generate: Callable[..., Any] | None = None,
+    calibration: Any = None,
 ) -> SweepResult:
     """Runs exclusions × prompt sets × temperatures × cache policies, each at every depth.
 
@@ -94,6 +95,8 @@ def sweep(
             same; above it a trace gives expectations. None traces, except where there is nothing to trace (depth 0
             only, a model without a draft) or a `generate` is given. Traces are kept in the folder: `SweepResult.trace`.
         executor: any `concurrent.futures.Executor`; its workers must see the `results` folder. Default: here.
+        calibration: texts that calibrated cache policies take their scales from, as `prompts` are given; None is the
+            bundled prompts. Part of such a point's hash.
         load_model, generate: other callables with the signatures of mtplab's own.
 
     Returns:
@@ -148,6 +151,7 @@ def sweep(
         temperature,
         encode=getattr(model, "encode", None),
         method=method,
+        calibration=calibration,
     )
     if results is None:
         results = Path("results") / checkpoint_folder(checkpoint).resolve().name

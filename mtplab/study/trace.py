@@ -216,17 +216,23 @@ def trace(
     domains: Sequence[str] | None = None,
     on_round: Callable[[Any], None] | None = None,
     cancel: threading.Event | None = None,
+    calibration: Any = None,
 ) -> Trace:
     """Decode the prompts once, plainly, and find what the draft would propose at every slot, for every depth at once.
 
-    Arguments as `generate` has them; `max_depth` 1 to 16 takes the place of depth, `domains` names each prompt's. At
+    Arguments as `generate` has them; `max_depth` 1 to 16 takes the place of depth, `domains` names each prompt's, and
+    `calibration` are the texts that a calibrated policy takes its scales from (the bundled prompts if None). At
     temperature 0, with exact arithmetic, every depth's counts are those of `generate` at that depth; above it they
     are the expectation over the runner's draws, given this output, of the same seed.
 
     Raises ConfigError as `generate` does, Cancelled where `cancel` was set.
     """
     from mtplab.decode.settings import resolve_run
+    from mtplab.study.prompts import calibration_ids
 
+    if calibration is None:
+        policies = (quant_policy, draft_quant_policy, model.engine.quant_policy, model.spec.quant_policy)
+        calibration = calibration_ids(policies, model.encode)
     asked = resolve_run(
         model,
         prompts,
@@ -248,6 +254,7 @@ def trace(
         threads=threads,
         on_round=on_round,
         cancel=cancel,
+        calibration=calibration,
     )
     if not max_depth:
         raise ConfigError("max_depth is 0; expected 1 to 16: depth 0 drafts nothing that could be traced")

@@ -17,6 +17,7 @@ _WHERE = {
     "checkpoint_map": "maps",
     "bytes_by_part": "maps",
     "SweepExplorer": "explorer",
+    "ModuleTree": "module_tree",
     "Panel": "panels",
     "SweepPanel": "sweep_panel",
     "CheckpointPanel": "checkpoint_panel",

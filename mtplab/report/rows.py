@@ -11,6 +11,7 @@ from typing import Any
 
 from mtplab.errors import ConfigError
 from mtplab.study.interval import length_error
+from mtplab.study.soundness import faults
 from mtplab.study.speed import odd_timings
 from mtplab.study.words import cache_words, weights_words
 
@@ -28,16 +29,18 @@ __all__ = [
 Record = dict[str, Any]
 
 #: What is added to a row for display, and left out where rows are taken home.
-LABELS = ("policy_label", "weights_label", "series", "length_error", "domain_errors", "odd_timing")
+LABELS = ("policy_label", "weights_label", "series", "length_error", "domain_errors", "odd_timing", "target_fault")
 
 _TELLING = ("method", "prompt_set", "seed", "top_k", "top_p")
+
 
 def as_records(rows: Any) -> list[Record]:
     """Every row as a dict with a key more for each of `LABELS`.
 
     `policy_label`, `weights_label` and `series` name its line; `length_error` is the ± of its acceptance length, with
     `domain_errors` by domain (None where it cannot be told); `odd_timing` says how many times slower than the other
-    rows its rounds were, where that is so much that the machine must have been busy.
+    rows its rounds were, where that is so much that the machine must have been busy; `target_fault` why its target is
+    broken, where it is.
 
     Args:
         rows: a sweep's result (anything with `.rows`), or an iterable of rows (pydantic models or mappings).
@@ -68,6 +71,8 @@ def as_records(rows: Any) -> list[Record]:
         record["domain_errors"] = {name: length_error(record, name) for name in record.get("by_domain") or {}}
     for record, odd in zip(records, odd_timings(records), strict=True):
         record["odd_timing"] = odd
+    for record, fault in zip(records, faults(records), strict=True):
+        record["target_fault"] = fault
     return records
 
 

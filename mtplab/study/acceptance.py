@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mtplab.errors import ConfigError
-from mtplab.study.interval import jackknife
+from mtplab.study.interval import jackknife, without_one
 from mtplab.study.renewal import Counts, expected_counts
 
 if TYPE_CHECKING:
@@ -233,6 +233,4 @@ def _stats(counts: Counts, depth: int, expected: bool) -> list[AcceptanceStats]:
 
 
 def _half_width(counts: Counts) -> float | None:
-    tokens, rounds = counts.emitted, counts.rounds
-    with np.errstate(invalid="ignore", divide="ignore"):
-        return jackknife((tokens.sum() - tokens) / (rounds.sum() - rounds))
+    return jackknife(without_one(counts.emitted, counts.rounds))

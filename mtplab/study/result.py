@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from mtplab.errors import ConfigError, MtplabError
 from mtplab.study.interval import length_error
 from mtplab.study.row import ResultRow
+from mtplab.study.soundness import COLUMNS, quality_cells, quality_notes
 from mtplab.study.words import cache_words, weights_words
 
 if TYPE_CHECKING:
@@ -97,7 +98,7 @@ class SweepResult:
         """Acceptance length by depth as aligned text: one line per point, or one per point and prompt domain."""
         common, header, lines, errors = self._cells(by_domain)
         widths = [max(len(line[i]) for line in [header, *lines]) for i in range(len(header))]
-        names = [name for name in header if not name.startswith("d=")]
+        names = [name for name in header if not name.startswith("d=") and name not in COLUMNS]
 
         def aligned(cells: list[str]) -> str:
             padded = [
@@ -186,6 +187,7 @@ class SweepResult:
         same = dict.fromkeys(" and ".join(group) for group in labels.values() if len(group) > 1)
         own = dict.fromkeys(f"{row.exclude_label}: {row.remark}" for row in self.rows if row.remark)
         chance = [_PLUS_MINUS] if any(length_error(row) for row in self.rows) else []
+        chance = quality_notes(self.rows) + chance
         return [f"{group}: the same modules in FP8, hence one result" for group in same] + list(own) + chance
 
     def _cells(self, by_domain: bool = False) -> tuple[str, list[str], list[list[str]], list[str]]:
@@ -196,12 +198,15 @@ class SweepResult:
         for row in self.rows:
             key = (row.point, *(_COLUMNS[name](row) for name in names))
             points.setdefault(key, {})[row.depth] = row
+        # a target is judged over all prompts: by domain there is nothing to show
+        judged = None if by_domain else quality_cells(next(iter(by_depth.values())) for by_depth in points.values())
         lines = []
-        for key, by_depth in points.items():
+        for number, (key, by_depth) in enumerate(points.items()):
             domains = dict.fromkeys(name for row in by_depth.values() for name in row.by_domain)
             for domain in domains if by_domain else [None]:
                 cells = [_cell(by_depth.get(depth), domain) for depth in depths]
-                lines.append([*key[1:], *([] if domain is None else [domain]), *cells])
+                own = [] if judged is None else judged[number]
+                lines.append([*key[1:], *([] if domain is None else [domain]), *own, *cells])
         if by_domain:
             names = [*names, "domain"]
         errors = [
@@ -216,7 +221,8 @@ class SweepResult:
             for row in self.rows
         )
         common = " · ".join([*checkpoints, *shared, *tokens]) or "no rows"
-        return common, [*names, *(f"d={depth}" for depth in depths)], lines, errors
+        judges = [] if judged is None else COLUMNS
+        return common, [*names, *judges, *(f"d={depth}" for depth in depths)], lines, errors
 
 
 def _cell(row: ResultRow | None, domain: str | None = None) -> str:

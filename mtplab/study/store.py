@@ -25,7 +25,8 @@ from mtplab.study.row import ResultRow
 
 __all__ = ["FILE_SCHEMA", "PointStore", "read_rows", "write_atomically"]
 
-FILE_SCHEMA = 1
+# 2 holds rows of schema 2; an older mtplab must say that it is too old, and not set the file aside
+FILE_SCHEMA = 2
 _POINT_NAME = re.compile(r"[0-9a-f]{64}\.json")
 
 
@@ -105,6 +106,10 @@ class PointStore:
             finally:
                 if held:
                     _unlock(file.fileno())
+
+    def writable(self) -> bool:
+        """Whether locks can be taken here; a folder that can only be read still gives its rows."""
+        return os.access(self.folder / ".locks", os.W_OK | os.X_OK)
 
     def points(self) -> list[str]:
         """Hashes of every point file, sorted."""
@@ -191,8 +196,8 @@ def _parse(raw: bytes, point: str) -> list[ResultRow]:
     schema = content.get("schema")
     if isinstance(schema, int) and schema > FILE_SCHEMA:
         raise _NewerSchema(f"schema {schema}, this one reads {FILE_SCHEMA}")
-    if schema != FILE_SCHEMA:
-        raise ValueError(f"schema is {schema!r}, expected {FILE_SCHEMA}")
+    if schema not in range(1, FILE_SCHEMA + 1) or isinstance(schema, bool):
+        raise ValueError(f"schema is {schema!r}, expected 1 to {FILE_SCHEMA}")
     found = hashlib.sha256(canonical_json(content["config"]).encode("ascii")).hexdigest()
     if found != point:
         raise ValueError(f"its config hashes to {found[:12]}…, its name says {point[:12]}…")

@@ -197,12 +197,25 @@
       ? `At depth ${depth}, ${here.length} setting${here.length > 1 ? "s" : ""}: from ${told(here[here.length - 1])} to ${told(here[0])} ${unit}; ${best} with ${clean(here[0].series)}.`
       : `No rows at depth ${depth} for this choice.`)
       + (odd ? ` ${odd} hollow points: rounds more than 3 times off the others' trend, the machine was busy.` : "")
+      + warning(list)
       + (failed ? ` ${failed} rows failed and are left out.` : "") + (hidden ? " Tick more above to add lines." : "");
+  }
+
+  // what is drawn of a target that is broken is how easily it is guessed, nothing else
+  function warning(list) {
+    const broken = unique(list.filter((row) => row.target_fault != null).map((row) => row.series));
+    if (!broken.length) return "";
+    const fault = list.find((row) => row.series === broken[0] && row.target_fault != null).target_fault;
+    return ` ⚠ Broken target: ${clean(broken[0])} (${clean(fault)}); its acceptance says nothing of whether it is right.`
+      + (broken.length > 1 ? ` And ${broken.length - 1} more.` : "");
   }
 
   const COLUMNS = [
     ["Exclusions", (row) => clean(row.weights_label)], ["KV cache", (row) => clean(row.policy_label)],
     ["Depth", (row) => String(row.depth)], ["Tokens / round", plusMinus],
+    ["KL, millinats", (row) => row.kl == null ? "–" : (row.target_fault == null ? "" : "⚠ ") + number(1e3 * row.kl) + (row.kl_error ? ` ± ${number(1e3 * row.kl_error)}` : "")],
+    ["Top-1 as unquantised", (row) => percent(row.top1_agreement)],
+    ["Perplexity", (row) => row.perplexity == null ? "–" : (row.kl == null && row.target_fault != null ? "⚠ " : "") + number(row.perplexity) + (row.reference_perplexity ? ` (×${number(row.perplexity / row.reference_perplexity, 3)})` : "")],
     ["Accepted", (row) => row.drafted ? percent(row.accepted / row.drafted) : "–"], ["Draft 1", (row) => percent((row.per_position || [])[0])],
     ["Tokens / s", (row) => number(row.tokens_per_second, 0) + (row.odd_timing == null ? "" : " (busy)")], ["Rounds", (row) => number(row.rounds, 0)], ["Tokens", (row) => number(row.tokens, 0)],
     ["KV B/token as deployed", (row) => number(row.kv_bytes_per_token, 0)], ["Weights, MB", (row) => number((row.target_weight_bytes + row.draft_weight_bytes) / 1e6)],
@@ -231,6 +244,8 @@
     title.textContent = clean(point.group.name);
     const text = BY_DEPTH[view]
       ? `depth ${row.depth}: ${plusMinus(row)} tokens per round, ${row.accepted} of ${row.drafted} drafts accepted in ${row.rounds} rounds`
+        + (row.kl == null ? "" : `; target ${number(1e3 * row.kl)} millinats from the unquantised one, top-1 ${percent(row.top1_agreement)}`)
+        + (row.target_fault == null ? "" : " ⚠ broken target")
         + (row.tokens_per_second == null ? "" : `; ${number(row.tokens_per_second, 0)} tokens per second`)
         + (row.odd_timing == null ? "" : ` (not to be believed: its rounds took ${row.odd_timing.toPrecision(2)} times what the other rows' trend says)`)
       : `depth ${row.depth}, position ${point.x}: ${number(point.y, 1)} % of ${reached(row, view, point.x)} rounds`

@@ -86,7 +86,7 @@ class Run:
         kernels = decodes_with_kernels(model.config, model.dtype, self.device, policies)
         # slots before the unread ones that the draft reads again
         self.back = max(0, model.config.draft_caches(self.k) - 1)
-        most = self.k + 1 + self.back
+        most = self._most_tokens(len(prompts))
         self.passes = PassMaker(model.config, round_up(need, block), model.dtype, self.device, most, kernels)
         self.state = RunState(model, len(prompts), self.passes.capacity, policy, draft_policy, self.k, kernels)
         self.steps = Steps(model, self.passes, self.state, exact, compiled)
@@ -102,6 +102,10 @@ class Run:
         self.last = torch.zeros(len(prompts), dtype=torch.int64, device=self.device)
         self._unread: _Unread | None = None
         self.batched_rounds = 0
+
+    def _most_tokens(self, batch: int) -> int:
+        """Of a sequence, in any decoding pass."""
+        return self.k + 1 + self.back
 
     @property
     def done(self) -> bool:

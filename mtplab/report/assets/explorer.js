@@ -105,8 +105,9 @@
   // rounds over which the share of draft j was taken: of the conditional one, those that accepted all before
   const reached = (row, view, j) => view === "conditional" && j > 1 ? Math.round(row.rounds * (row.per_position[j - 2] || 0)) : row.rounds;
   const FEW = 50;
-  const doubtful = (view, point) => view === "speed" ? point.row.odd_timing != null
-    : view === "conditional" && reached(point.row, view, point.x) < FEW;
+  const few = (view, point) => view === "conditional" && reached(point.row, view, point.x) < FEW;
+  // hollow: not to be believed, for want of rounds, for a busy machine, or because the target is broken
+  const doubtful = (view, point) => point.row.target_fault != null || (view === "speed" ? point.row.odd_timing != null : few(view, point));
 
   function seriesOf(list, view, depth) {
     const groups = new Map();
@@ -188,7 +189,7 @@
     const view = $("view").value, shares = { value: (row) => (row.per_position || [])[0], unit: "of rounds with draft 1 accepted", best: "most" };
     const { value, unit, digits, best } = BY_DEPTH[view] || shares;
     const told = (row) => BY_DEPTH[view] ? number(value(row), digits) : percent(value(row));
-    const here = list.filter((row) => row.depth === depth && value(row) != null && !(view === "speed" && row.odd_timing != null))
+    const here = list.filter((row) => row.depth === depth && value(row) != null && row.target_fault == null && !(view === "speed" && row.odd_timing != null))
       .sort((a, b) => value(b) - value(a));
     const failed = rows.filter((row) => row.error != null).length;
     const odd = view === "speed" ? list.filter((row) => row.odd_timing != null).length : 0;
@@ -206,7 +207,7 @@
     const broken = unique(list.filter((row) => row.target_fault != null).map((row) => row.series));
     if (!broken.length) return "";
     const fault = list.find((row) => row.series === broken[0] && row.target_fault != null).target_fault;
-    return ` ⚠ Broken target: ${clean(broken[0])} (${clean(fault)}); its acceptance says nothing of whether it is right.`
+    return ` ⚠ Broken target, hollow points: ${clean(broken[0])} (${clean(fault)}); its acceptance says nothing of whether it is right.`
       + (broken.length > 1 ? ` And ${broken.length - 1} more.` : "");
   }
 
@@ -249,7 +250,7 @@
         + (row.tokens_per_second == null ? "" : `; ${number(row.tokens_per_second, 0)} tokens per second`)
         + (row.odd_timing == null ? "" : ` (not to be believed: its rounds took ${row.odd_timing.toPrecision(2)} times what the other rows' trend says)`)
       : `depth ${row.depth}, position ${point.x}: ${number(point.y, 1)} % of ${reached(row, view, point.x)} rounds`
-        + (doubtful(view, point) ? ", too few to say more" : "");
+        + (few(view, point) ? ", too few to say more" : "");
     tip.replaceChildren(title, text);
     const box = $("stage").getBoundingClientRect(), size = tip.getBoundingClientRect();
     tip.style.left = Math.max(0, Math.min(point.px + 14, box.width - size.width - 4)) + "px";

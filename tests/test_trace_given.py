@@ -49,7 +49,7 @@ def test_the_targets_own_output_gives_the_trace_of_decoding(model, settings, mon
     ends = (free[1][17], free[2][0])
     ending = dataclasses.replace(model, config=dataclasses.replace(model.config, eos_token_ids=ends))
     decoded = trace(ending, PROMPTS, 4, max_new_tokens=40, **settings)
-    for width in (64, 7, 1):
+    for width in (64, 7):
         monkeypatch.setattr(tracing, "_GIVEN_TOKENS", width)
         given = trace(ending, PROMPTS, 4, output=decoded, **settings)
         assert same(given, decoded) and not given.approximate and not given.acceptance().approximate
@@ -92,17 +92,17 @@ def test_anothers_output_is_an_approximation_and_says_so(model, whole, tmp_path)
 
 def test_drafts_are_asked_about_the_given_text(model, whole):
     """As a prompt's continuation: where the draft hits is what it drafts there, with the cache of that text."""
-    reference = trace(whole, PROMPTS, 1, max_new_tokens=32).outputs
-    found = trace(model, PROMPTS, 1, output=reference)
+    reference = trace(model, PROMPTS, 1, max_new_tokens=32).outputs
+    found = trace(whole, PROMPTS, 1, output=reference)
     start = 0
     for prompt, output in zip(PROMPTS, reference, strict=True):
         ids = model.encode(prompt)
         for slot in (0, 9, 30):
             # the head after the text up to here drafts token slot + 1: forced by an output of that one token more
-            alone = trace(model, [ids + output[:slot]], 1, output=[output[slot : slot + 2]])
+            alone = trace(whole, [ids + output[:slot]], 1, output=[output[slot : slot + 2]])
             assert alone.hits[0, 0] == found.hits[start + slot, 0]
             # a prompt's pass and decoding part in the last bits
-            assert alone.top[0, 0] == pytest.approx(found.top[start + slot, 0], abs=0.02)
+            assert alone.top[0, 0] == pytest.approx(found.top[start + slot, 0], abs=1e-3)
         start += len(output) - 1
 
 

@@ -24,6 +24,7 @@ _WHERE = {
     "trace": "mtplab.study.trace",
     "compare_hidden": "mtplab.study.hidden",
     "memory": "mtplab.models.memory",
+    "compare": "mtplab.report.comparison",
 }
 
 __all__ = [
@@ -32,6 +33,7 @@ __all__ = [
     "ConfigError",
     "MtplabError",
     "__version__",
+    "compare",
     "compare_hidden",
     "generate",
     "load_model",
@@ -49,6 +51,7 @@ if TYPE_CHECKING:
     from mtplab.errors import CheckpointError, ConfigError, MtplabError
     from mtplab.models import load_model
     from mtplab.models.memory import memory
+    from mtplab.report.comparison import compare
     from mtplab.study import sweep
     from mtplab.study.hidden import compare_hidden
     from mtplab.study.trace import trace

@@ -44,6 +44,11 @@ _WHERE = {
     "size_against": "tables",
     "NotebookProgress": "progress",
     "render_report": "html",
+    "compare": "comparison",
+    "Comparison": "comparison",
+    "differences_by_depth": "comparison_figure",
+    "write_comparison": "comparison_page",
+    "write_results": "results_page",
     "resolve_path": "paths",
 }
 

@@ -211,8 +211,9 @@ def _prompts(record: Record) -> str:
 
 def _kl(record: Record) -> str:
     setting = f"{record['weights_label']}, KV cache {record['policy_label']}"
-    top1 = f"the same likeliest token at {100 * record['top1_agreement']:.1f} % of positions"
-    return f"{kl_words(record).replace('±', '± ')} millinats per token ({setting}; {top1})"
+    share = record.get("top1_agreement")
+    top1 = "" if share is None else f"; the same likeliest token at {100 * share:.1f} % of positions"
+    return f"{kl_words(record).replace('±', '± ')} millinats per token ({setting}{top1})"
 
 
 def _machine(record: Record) -> str:

@@ -2,7 +2,7 @@
 // The explorer knows only the rows in #data. Every text goes in through textContent or setAttribute, never as markup.
 (() => {
   const $ = (id) => document.getElementById(id);
-  const { rows, provenance, policies, weights, palette, labels } = JSON.parse($("data").textContent);
+  const { rows, provenance, policies, weights, palette, labels, first } = JSON.parse($("data").textContent);
   const isMap = (value) => value !== null && typeof value === "object" && !Array.isArray(value);
   // what all rows share is written once, nested entries too
   const merged = (shared, own) => {
@@ -13,9 +13,9 @@
   for (const row of rows) row.provenance = merged(provenance, row.provenance);
   const SVG = "http://www.w3.org/2000/svg";
   const ALL = "\u0000all";
-  // more lines than can be told apart: the first exclusion set is ticked, the others wait for the reader
+  // more lines than can be told apart: the first exclusion sets are ticked, the others wait for the reader
   const MANY = 6;
-  const ticked = policies.length * weights.length > MANY ? weights.slice(0, 1) : weights;
+  const ticked = policies.length * weights.length > MANY ? weights.slice(0, first) : weights;
   const shown = { policies: new Set(policies), weights: new Set(ticked) };
   let points = [], current = -1;
 

@@ -27,6 +27,7 @@ _WHERE = {
     "sensitivity_bars": "exclusion_figures",
     "sensitivity_table": "exclusion_figures",
     "estimate_check": "exclusion_figures",
+    "estimate_table": "exclusion_figures",
     "AdvisePanel": "advise_panel",
     "speedup_by_depth": "advise_figures",
     "best_depth_map": "advise_figures",

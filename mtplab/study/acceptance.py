@@ -234,14 +234,21 @@ class Acceptance:
                     "low": low,
                     "high": high,
                     "few": self.few,
+                    "approximate": self.approximate,
                     "per_position": stats.per_position,
                     "conditional": stats.conditional,
                 }
             )
         return found
 
+    @property
+    def approximate(self) -> bool:
+        """Whether the traced output was given, and is not the target's own (`Trace.approximate`)."""
+        return self.trace.approximate
+
     def __repr__(self) -> str:
-        return f"<Acceptance: {len(self._slots)} prompts, depths 0 to {self.trace.max_depth}>"
+        said = ", approximate: the output was given" if self.approximate else ""
+        return f"<Acceptance: {len(self._slots)} prompts, depths 0 to {self.trace.max_depth}{said}>"
 
     def _repr_html_(self) -> str:
         names = ["depth", "rounds", "tokens", "tokens per round", "95 % interval"]
@@ -264,8 +271,18 @@ class Acceptance:
             "<i>j</i> were accepted</div>"
             '<div style="overflow-x:auto;max-width:100%" tabindex="0" role="region" aria-label="Acceptance by depth">'
             f"<table><thead><tr>{row(names, 'th')}</tr></thead><tbody>{body}</tbody></table></div>"
-            f"<div>{caution(len(self._slots))}</div></div>"
+            f"<div>{'; '.join(self.cautions)}</div></div>"
         )
+
+    @property
+    def cautions(self) -> list[str]:
+        """What to know of the numbers; none where there are prompts enough and the output is the target's own."""
+        said = [caution(len(self._slots))]
+        if self.approximate:
+            own = self.trace.settings["given"]["agreement"]
+            told = f"approximate: of an output that was given, {100 * own:.1f} % of whose tokens are the target's own"
+            said.insert(0, told)
+        return [each for each in said if each]
 
     def __str__(self) -> str:
         lines = ["depth  rounds  tokens  length  95 % interval"]
@@ -275,7 +292,7 @@ class Acceptance:
                 f"{record['depth']:5}  {record['rounds']:6.5g}  {record['tokens']:6.5g}  "
                 f"{'' if length is None else f'{length:6.3f}'}  {_span(record)}".rstrip()
             )
-        return "\n".join([*lines, *filter(None, [caution(len(self._slots))])])
+        return "\n".join([*lines, *filter(None, ["; ".join(self.cautions)])])
 
 
 def caution(prompts: int) -> str:

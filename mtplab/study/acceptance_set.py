@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from mtplab.errors import ConfigError
-from mtplab.study.acceptance import FEW_PROMPTS, Acceptance, caution
+from mtplab.study.acceptance import FEW_PROMPTS, Acceptance
 from mtplab.study.acceptance_views import VIEWS, Choice, View, lines_of
 from mtplab.study.trace import Trace
 
@@ -142,8 +142,7 @@ class AcceptanceSet:
         said = [notes.get(name, "")]
         if any(any(line.few) for line in lines if line.kind == "measured"):
             said.append(_HOLLOW)
-        fewest = min(len(one.trace.domains) for one, _ in each)
-        said.append(caution(fewest))
+        said += dict.fromkeys(text for one, _ in each for text in one.cautions)
         share = name in ("position", "conditional")
         title = titles[name]
         if len(chosen) == 1 and len(self) > 1:
@@ -197,6 +196,9 @@ class AcceptanceSet:
     def _prompts(self) -> int:
         return len(next(iter(self)).trace.domains)
 
+    def _cautions(self) -> list[str]:
+        return list(dict.fromkeys(text for one in self for text in one.cautions))
+
     def __repr__(self) -> str:
         deepest = self.depths[-1]
         return f"<AcceptanceSet: {self._prompts} prompts, temperatures {self.temperatures}, depths 0 to {deepest}>"
@@ -208,7 +210,7 @@ class AcceptanceSet:
             "  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in [header, *lines]
         ]
         head = f"acceptance length over {self._prompts} prompts (95 % interval over prompts)"
-        return "\n".join([head, "", *text, *filter(None, [caution(self._prompts)])])
+        return "\n".join([head, "", *text, *self._cautions()])
 
     def _repr_html_(self) -> str:
         header, lines = self._cells()
@@ -224,5 +226,5 @@ class AcceptanceSet:
             "</div>"
             '<div style="overflow-x:auto;max-width:100%" tabindex="0" role="region" aria-label="Acceptance by depth">'
             f"<table><thead><tr>{row(header, 'th')}</tr></thead><tbody>{body}</tbody></table></div>"
-            f"<div>{caution(self._prompts)}</div></div>"
+            f"<div>{'; '.join(self._cautions())}</div></div>"
         )

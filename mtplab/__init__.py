@@ -22,6 +22,7 @@ _WHERE = {
     "Cancelled": "mtplab.decode",
     "sweep": "mtplab.study",
     "trace": "mtplab.study.trace",
+    "compare_caches": "mtplab.study.cache_study",
     "compare_hidden": "mtplab.study.hidden",
     "memory": "mtplab.models.memory",
 }
@@ -32,6 +33,7 @@ __all__ = [
     "ConfigError",
     "MtplabError",
     "__version__",
+    "compare_caches",
     "compare_hidden",
     "generate",
     "load_model",
@@ -50,6 +52,7 @@ if TYPE_CHECKING:
     from mtplab.models import load_model
     from mtplab.models.memory import memory
     from mtplab.study import sweep
+    from mtplab.study.cache_study import compare_caches
     from mtplab.study.hidden import compare_hidden
     from mtplab.study.trace import trace
 

@@ -54,7 +54,9 @@ def path_of(text: str) -> Path:
 
 
 # options that mean the same in every command that has them
-CheckpointPath = Annotated[Path, typer.Argument(help="The checkpoint's folder.", metavar="PATH", parser=path_of)]
+CheckpointPath = Annotated[
+    Path, typer.Argument(help="The checkpoint's folder, or hf://org/name.", metavar="PATH", parser=path_of)
+]
 Calibration = Annotated[
     Path | None,
     typer.Option(

@@ -100,10 +100,11 @@ def exclude(
     from mtplab.checkpoint import open_checkpoint
     from mtplab.checkpoint.convert.foresee import foreseen, never_fp8_anywhere
     from mtplab.study.exclusion_meter import ExclusionMeter
-    from mtplab.study.exclusion_search import search_exclusions
+    from mtplab.study.exclusion_search import check_search, search_exclusions
     from mtplab.study.prompts import load_prompts
 
     share = _share(al_budget)
+    check_search(share, kl_budget, steps=steps)
     every = load_prompts(prompts)
     mine = every.narrowed(limit=limit)
     others = [prompt for prompt in every.narrowed(limit=2 * limit).prompts if prompt not in mine.prompts]

@@ -118,7 +118,10 @@ def test_every_tensor_is_counted_once(tmp_path, settings, tied):
     assert said == pytest.approx(held_tensors(model), rel=2e-3)
 
 
-@pytest.mark.parametrize("policy, draft_policy", [("none", None), ("int8", "int4"), ("fp8_e4m3", None)])
+@pytest.mark.parametrize(
+    "policy, draft_policy",
+    [("none", None), ("int8", "int4"), ("fp8_e4m3", None), ("turboquant", "none/int8"), ("int8/int4@1", None)],
+)
 @pytest.mark.parametrize("dtype", [None, "bfloat16"])
 def test_caches_are_those_of_a_run(tmp_path, policy, draft_policy, dtype):
     folder = write_tiny(tmp_path)

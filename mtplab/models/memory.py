@@ -224,25 +224,24 @@ def _caches(
     c: ModelConfig, weights: Weights, engine: EngineConfig, spec: SpecConfig, batch: int, context: int, depth: int
 ) -> Caches:
     policy = resolve_policy(engine.quant_policy)
-    draft = policy if spec.quant_policy is None else resolve_policy(spec.quant_policy)
+    draft = policy.everywhere if spec.quant_policy is None else resolve_policy(spec.quant_policy)
     deployed, size = DTYPE_BYTES[c.dtype], DTYPE_BYTES[weights.dtype]
-    # decoding on a GPU reads the codes themselves
-    copies = weights.device.startswith("cpu")
-    full, linear = c.layer_types.count("full_attention"), c.layer_types.count("linear_attention")
-    heads = c.mtp_layers if depth else 0
+    copies = weights.device.startswith("cpu")  # decoding on a GPU reads the codes themselves
+    linear = c.layer_types.count("linear_attention")
+    layers = [policy.at(i) for i, kind in enumerate(c.layer_types) if kind == "full_attention"]
+    layers += [draft.at(i) for i in range(c.mtp_layers if depth else 0)]
 
-    def token(of: QuantPolicy, layers: int, here: bool) -> int:
-        if of.bits is None:
-            return layers * of.bytes_per_token(c.num_kv_heads, c.head_dim, size if here else deployed)
-        values = 2 * c.num_kv_heads * c.head_dim * size if here and copies else 0
-        return layers * (of.bytes_per_token(c.num_kv_heads, c.head_dim, deployed) + values)
+    def held(of: QuantPolicy) -> int:
+        sides = (side.storage for side in of.sides)
+        rows = sum(c.head_dim * (s.bits or 8 * size) // 8 + s.meta * deployed for s in sides)
+        return c.num_kv_heads * (rows + (2 * c.head_dim * size if of.quantised and copies else 0))
 
     convolution = (c.conv_kernel - 1) * c.conv_dim * size
     recurrent = 4 * c.linear_v_heads * c.linear_k_dim * c.linear_v_dim
     steps = depth + 2 if depth else 1
     return Caches(
         batch, context, depth, policy.name, draft.name,
-        token(policy, full, True) + token(draft, heads, True),
-        token(policy, full, False) + token(draft, heads, False),
+        sum(map(held, layers)),
+        sum(each.bytes_per_token(c.num_kv_heads, c.head_dim, deployed) for each in layers),
         linear * (convolution + steps * recurrent),
     )  # fmt: skip

@@ -17,6 +17,7 @@ _WHERE = {
     "checkpoint_map": "maps",
     "bytes_by_part": "maps",
     "SweepExplorer": "explorer",
+    "ModuleTree": "module_tree",
     "Panel": "panels",
     "SweepPanel": "sweep_panel",
     "CheckpointPanel": "checkpoint_panel",
@@ -48,6 +49,11 @@ _WHERE = {
     "size_against": "tables",
     "NotebookProgress": "progress",
     "render_report": "html",
+    "compare": "comparison",
+    "Comparison": "comparison",
+    "differences_by_depth": "comparison_figure",
+    "write_comparison": "comparison_page",
+    "write_results": "results_page",
     "resolve_path": "paths",
 }
 

@@ -168,12 +168,19 @@ def cache_table(study: CacheStudy, depth: int) -> str:
             f"{100 * (quality.top1_agreement or 0):.2f} %",
             f"{quality.perplexity:.3f}",
         ]
-        rows.append("<tr>" + "".join(f'<td style="text-align:right">{cell}</td>' for cell in cells) + "</tr>")
+        style = "text-align:right;white-space:nowrap"
+        rest = "".join(f'<td style="{style}">{_minus(cell)}</td>' for cell in cells[1:])
+        rows.append(f"<tr><td>{cells[0]}</td>{rest}</tr>")
     head = "".join(f"<th>{name}</th>" for name in names)
     return (
         '<div style="overflow-x:auto;max-width:100%" tabindex="0" role="region" aria-label="Cache policies">'
         f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table></div>"
     )
+
+
+def _minus(cell: str) -> str:
+    """A leading hyphen as a minus sign."""
+    return f"−{cell[1:]}" if cell.startswith("-") else cell
 
 
 def _contexts(

@@ -249,6 +249,4 @@ def _stats(counts: Counts, depth: int, expected: bool) -> list[AcceptanceStats]:
 
 
 def _half_width(counts: Counts) -> float | None:
-    tokens, rounds = counts.emitted, counts.rounds
-    with np.errstate(invalid="ignore", divide="ignore"):
-        return jackknife((tokens.sum() - tokens) / (rounds.sum() - rounds))
+    return jackknife(without_one(counts.emitted, counts.rounds))

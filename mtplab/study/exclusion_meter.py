@@ -145,6 +145,11 @@ class ExclusionMeter:
         self.groups = module_groups(opened, groups, keep)
         if type(depth) is not int or not 1 <= depth <= MAX_DEPTH:
             raise ConfigError(f"depth is {depth!r:.60}; expected a whole number from 1 to {MAX_DEPTH}")
+        if type(max_new_tokens) is not int or max_new_tokens < 2:
+            raise ConfigError(
+                f"max_new_tokens is {max_new_tokens!r:.60}; expected a whole number of at least 2: the first token "
+                "belongs to no round"
+            )
         found = load_prompts(prompts) if prompts is not None else load_prompts().narrowed(limit=2)
         self.model = load_model(checkpoint, device=device, quant_policy=quant_policy, exact=exact)
         if self.model.draft is None:

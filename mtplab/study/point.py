@@ -18,10 +18,24 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from mtplab.config import SamplingConfig
 
-__all__ = ["DRAFT_SETTINGS", "POINT_SCHEMA", "PointConfig", "canonical_json", "excluded_modules", "plan_digest"]
+__all__ = [
+    "DRAFT_SETTINGS",
+    "POINT_SCHEMA",
+    "QUALITY_SCHEMA",
+    "TEXT_SEED",
+    "PointConfig",
+    "canonical_json",
+    "excluded_modules",
+    "plan_digest",
+]
 
 # raise it when the same settings would give other numbers, so that old results are not taken for new ones
 POINT_SCHEMA = 1
+
+# likewise for what is measured of targets; the seed is that of the texts which references write
+QUALITY_SCHEMA = 1
+TEXT_SEED = 0
+_ARITHMETIC = {"exact", "device", "dtype"}
 
 # of `SpecConfig`, what a run is told beside the depth and the cache policy
 DRAFT_SETTINGS = ("draft_sampling", "target_hidden", "draft_hidden")
@@ -113,10 +127,28 @@ class PointConfig(BaseModel):
         deciding = _without_idle(self.model_dump(mode="json", exclude=_DRAFT_ONLY | own)) | {"target_plan": target_plan}
         return hashlib.sha256(canonical_json(deciding).encode("ascii")).hexdigest()
 
+    def texts_hash(self, reference: str) -> str:
+        """SHA-256 of what decides the texts that an unquantised checkpoint of this content hash writes from the
+        point's prompts. Neither the temperature nor the cache of the point does."""
+        deciding = self.model_dump(mode="json", include={*_ARITHMETIC, "prompts", "max_new_tokens"})
+        facts = deciding | {"quality_schema": QUALITY_SCHEMA, "seed": TEXT_SEED, "reference": reference}
+        return hashlib.sha256(canonical_json(facts).encode("ascii")).hexdigest()
+
+    def quality_hash(self, target_plan: str, texts: str | None) -> str:
+        """SHA-256 of what decides the target's quality: the target, its cache, and the reference's texts (their
+        hash), or the prompts where there is no reference."""
+        include = {*_ARITHMETIC, "checkpoint", "activation_rounding", "quant_policy", "prompts"}
+        calibrated = {"calibration"} if _calibrated(self.quant_policy) else set()
+        facts = self.model_dump(mode="json", include=include | calibrated)
+        facts |= {"quality_schema": QUALITY_SCHEMA, "target_plan": target_plan, "texts": texts}
+        return hashlib.sha256(canonical_json(facts).encode("ascii")).hexdigest()
+
     def settings(self) -> dict[str, Any]:
-        """The config without the long lists, for a row's provenance (JSON-ready)."""
+        """The config without the long lists, for a row's provenance (JSON-ready); of the prompts' ids a SHA-256, by
+        which rows of two files are known to be over the same prompts."""
         long = {"prompts", "domains", "excluded", "draft_excluded", "calibration"}
-        found = self.model_dump(mode="json", exclude=long)
+        ids = hashlib.sha256(canonical_json(self.prompts).encode("ascii")).hexdigest()
+        found = self.model_dump(mode="json", exclude=long) | {"prompt_digest": ids}
         if self.calibration is not None:
             texts = hashlib.sha256(canonical_json(self.calibration).encode("ascii")).hexdigest()
             found["calibration"] = f"{len(self.calibration)} texts, {texts}"

@@ -168,6 +168,26 @@ def test_a_load_that_cannot_fit_is_refused_before_it_reads(monkeypatch, bundled)
     assert mtplab.memory(bundled).fits is False
 
 
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory."), MemoryError()])
+def test_memory_that_runs_out_is_said(monkeypatch, bundled, error):
+    def run_out(*_):
+        raise error
+
+    monkeypatch.setattr("mtplab.models.model.build_target", run_out)
+    with pytest.raises(ConfigError, match="memory ran out while its weights were read"):
+        load_model(bundled)
+
+
+def test_what_torch_says_of_a_shortage_is_known(monkeypatch, bundled):
+    """More than any machine has; and an error of another kind is not taken for a shortage."""
+    monkeypatch.setattr("mtplab.models.model.build_target", lambda *_: torch.empty(1 << 60, dtype=torch.uint8))
+    with pytest.raises(ConfigError, match="memory ran out"):
+        load_model(bundled)
+    monkeypatch.setattr("mtplab.models.model.build_target", lambda *_: torch.ones(2) @ torch.ones(3))
+    with pytest.raises(RuntimeError, match="size"):
+        load_model(bundled)
+
+
 def test_what_is_there_is_the_least_of_machine_and_container(tmp_path, monkeypatch):
     for name, text in {
         "meminfo": "MemTotal: 9 kB\nMemAvailable:    8000 kB\n", "max": "6000000\n", "current": "5000000\n",

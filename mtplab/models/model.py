@@ -18,7 +18,7 @@ from mtplab.errors import CheckpointError, ConfigError, not_text
 from mtplab.models.asked import check_exclusions, load_settings, plan_arguments
 from mtplab.models.cache import DeltaState, KVCache
 from mtplab.models.config import ModelConfig, parse_config
-from mtplab.models.machine import give_back
+from mtplab.models.machine import give_back, shortage_said
 from mtplab.models.memory import refuse_what_cannot_fit, weights_in_memory
 from mtplab.models.parameters import Parameters
 from mtplab.models.qwen3_5 import Head, Target, build_head, build_target
@@ -248,7 +248,7 @@ def load_configured(
     if check_memory:
         refuse_what_cannot_fit(checkpoint, weights_in_memory(checkpoint, plan, engine, config))
     parameters = Parameters(checkpoint, plan, compute, where, engine.activation_rounding)
-    with torch.inference_mode():
+    with shortage_said(checkpoint.path), torch.inference_mode():
         target, draft = build_target(config, parameters), build_head(config, parameters)
     give_back()
     return Model(

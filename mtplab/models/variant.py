@@ -7,6 +7,7 @@ otherwise are built anew from the checkpoint. Knows nothing of why a module is t
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -17,10 +18,10 @@ from mtplab.models.asked import plan_arguments
 from mtplab.models.layers import MLP, Attention
 from mtplab.models.model import Model
 from mtplab.models.parameters import Parameters
-from mtplab.models.qwen3_5 import DecoderLayer
+from mtplab.models.qwen3_5 import DecoderLayer, Head, Target
 from mtplab.quant.linear import PackedLinear
 
-__all__ = ["with_exclusions"]
+__all__ = ["exchanged", "with_exclusions"]
 
 
 def with_exclusions(model: Model, exclude: Any, draft_exclude: Any = None, model_format: str | None = None) -> Model:
@@ -37,13 +38,17 @@ def with_exclusions(model: Model, exclude: Any, draft_exclude: Any = None, model
     plan = model.checkpoint.plan(**plan_arguments(engine, spec))
     swap = _Swap(model, Parameters(model.checkpoint, plan, model.dtype, model.device, engine.activation_rounding))
     with torch.inference_mode():
-        target = replace(
-            model.target, layers=[_layer(each, swap) for each in model.target.layers], head=swap(model.target.head)
-        )
-        draft = model.draft
-        if draft is not None:
-            draft = replace(draft, fc=swap(draft.fc), layer=_layer(draft.layer, swap))
+        target, draft = exchanged(model, swap)
     return replace(model, plan=plan, target=target, draft=draft, engine=engine, spec=spec)
+
+
+def exchanged(model: Model, swap: Callable[[PackedLinear], PackedLinear]) -> tuple[Target, Head | None]:
+    """The target and the head with other packed linear layers, everything else shared."""
+    target = replace(
+        model.target, layers=[_layer(each, swap) for each in model.target.layers], head=swap(model.target.head)
+    )
+    draft = model.draft
+    return target, None if draft is None else replace(draft, fc=swap(draft.fc), layer=_layer(draft.layer, swap))
 
 
 class _Swap:
@@ -66,7 +71,7 @@ def _treatment(module: Any) -> tuple[Any, ...]:
     return module.weight, module.activation, module.scale, module.block, module.activation_group, module.input_scale
 
 
-def _layer(layer: DecoderLayer, swap: _Swap) -> DecoderLayer:
+def _layer(layer: DecoderLayer, swap: Callable[[PackedLinear], PackedLinear]) -> DecoderLayer:
     mixer = copy.copy(layer.mixer)
     if isinstance(mixer, Attention):
         mixer.qkv = swap(mixer.qkv)

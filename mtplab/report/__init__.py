@@ -32,6 +32,7 @@ _WHERE = {
     "cache_by_context": "cache_figures",
     "cache_table": "cache_figures",
     "draft_cache_grid": "cache_figures",
+    "estimate_table": "exclusion_figures",
     "AdvisePanel": "advise_panel",
     "speedup_by_depth": "advise_figures",
     "best_depth_map": "advise_figures",

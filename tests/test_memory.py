@@ -132,7 +132,7 @@ def test_caches_are_those_of_a_run(tmp_path, policy, draft_policy, dtype):
         batch=batch, context=context, depth=depth,
     ).caches  # fmt: skip
     state = RunState(model, batch, context, model.policy("target"), model.policy("draft"), depth)
-    caches = [cache for cache in (*state.target, state.draft) if isinstance(cache, KVCache)]
+    caches = [cache for cache in (*state.target, *state.draft) if isinstance(cache, KVCache)]
     deltas = [cache for cache in state.target if isinstance(cache, DeltaState)]
     assert said.token == sum(cache.bytes_per_slot for cache in caches)
     assert said.batch * said.state == sum(

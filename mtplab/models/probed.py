@@ -15,9 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mtplab.models.head import DraftModule, Head
 from mtplab.models.model import Model
 from mtplab.models.norm import RMSNorm
-from mtplab.models.qwen3_5 import DecoderLayer, Head, Target
+from mtplab.models.qwen3_5 import DecoderLayer, Target
 from mtplab.models.variant import exchanged
 from mtplab.quant.linear import PackedLinear
 
@@ -126,13 +127,17 @@ def probed(model: Model, quantised: Model) -> tuple[Target, Head | None, Recorde
     target, draft = exchanged(model, swap)
     target = replace(target, layers=[_plain_layer(layer) for layer in target.layers], norm=_plain(target.norm))
     if draft is not None:
-        norms = {name: _plain(getattr(draft, name)) for name in ("norm_embedding", "norm_hidden", "norm")}
-        draft = replace(draft, layer=_plain_layer(draft.layer), **norms)
+        draft = replace(draft, modules=[_plain_module(module) for module in draft.modules])
     return target, draft, recorder
 
 
 def _linears(model: Model) -> list[PackedLinear]:
     return [*model.target.linears(), *(model.draft.linears() if model.draft is not None else ())]
+
+
+def _plain_module(module: DraftModule) -> DraftModule:
+    norms = {name: _plain(getattr(module, name)) for name in ("norm_embedding", "norm_hidden", "norm")}
+    return replace(module, layer=_plain_layer(module.layer), **norms)
 
 
 def _plain_layer(layer: DecoderLayer) -> DecoderLayer:

@@ -15,10 +15,11 @@ import torch
 
 from mtplab.config import EngineConfig, SpecConfig
 from mtplab.models.asked import plan_arguments
+from mtplab.models.head import Head
 from mtplab.models.layers import MLP, Attention
 from mtplab.models.model import Model
 from mtplab.models.parameters import Parameters
-from mtplab.models.qwen3_5 import DecoderLayer, Head, Target
+from mtplab.models.qwen3_5 import DecoderLayer, Target
 from mtplab.quant.linear import PackedLinear
 
 __all__ = ["exchanged", "with_exclusions"]
@@ -47,8 +48,18 @@ def exchanged(model: Model, swap: Callable[[PackedLinear], PackedLinear]) -> tup
     target = replace(
         model.target, layers=[_layer(each, swap) for each in model.target.layers], head=swap(model.target.head)
     )
-    draft = model.draft
-    return target, None if draft is None else replace(draft, fc=swap(draft.fc), layer=_layer(draft.layer, swap))
+    if model.draft is None:
+        return target, None
+    made: dict[int, PackedLinear] = {}
+
+    def once(packed: PackedLinear) -> PackedLinear:
+        # modules of a head may share a layer
+        if id(packed) not in made:
+            made[id(packed)] = swap(packed)
+        return made[id(packed)]
+
+    modules = [replace(each, fc=once(each.fc), layer=_layer(each.layer, once)) for each in model.draft.modules]
+    return target, replace(model.draft, modules=modules)
 
 
 class _Swap:

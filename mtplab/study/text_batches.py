@@ -49,9 +49,9 @@ class TextBatch:
         return target(self.tokens, self.run, caches)
 
     def draft(self, draft: Any, given: Tensor) -> Tensor:
-        """The head's hidden states [slots, hidden] after its norm, by what it is given [m, hidden] of the target."""
+        """Draft 1: the head's hidden states [slots, hidden] after its norm, by what the target gives it [m, hidden]."""
         embedded = F.embedding(self.following, self.model.target.embedding)
-        cache = self.model.draft_cache(self.run.batch, self.capacity, resolve_policy("none"))
+        (cache,) = self.model.draft_caches(1, self.run.batch, self.capacity, resolve_policy("none"))
         return draft.normed(draft(embedded, given, self.run, cache)[self.slots])
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from mtplab.cli import main
 from mtplab.decode.state import RunState
 from mtplab.models import machine
 from mtplab.models.cache import DeltaState, KVCache
+from mtplab.models.held import held_weights, largest_product
 from mtplab.models.memory import Memory
 from tests.checkpoint_builders import CHECKPOINTS
 from tests.tiny import write_tiny
@@ -233,6 +235,18 @@ def test_of_an_architecture_that_is_not_run_the_weights_are_said(capsys):
     assert {each.part for each in said.weights.held} >= {"embedding", "target", "head", "draft"}
     assert main(["doctor", str(path)]) == 0
     assert "all weights" in (out := capsys.readouterr().out) and "mtplab runs" in out
+
+
+def test_a_stack_of_experts_is_counted_as_its_matrices():
+    plan = mtplab.open_checkpoint(CHECKPOINTS / "ds-v3-ragged-mtp" / "ckpt").plan()
+    expert = next(m for m in plan.modules if m.kind == "linear" and m.weight == "bf16" and m.part == "target")
+    one = replace(expert, name="model.layers.0.mlp.experts.gate_up_proj", shape=(96, 512))
+    stack = replace(one, kind="other", shape=(8, 96, 512))
+    for dtype, size in (("float32", 2), ("bfloat16", 2)):
+        (held,) = held_weights(replace(plan, modules=(stack,)), "cpu", dtype)
+        (each,) = held_weights(replace(plan, modules=(one,)), "cpu", dtype)
+        assert held.nbytes == 8 * 96 * 512 * size == 8 * each.nbytes
+    assert largest_product(replace(plan, modules=(stack,))) == 96 * 512
 
 
 def test_settings_are_checked(bundled):

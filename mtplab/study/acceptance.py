@@ -16,6 +16,7 @@ import numpy as np
 
 from mtplab.errors import ConfigError
 from mtplab.study.bootstrap import ratio_interval
+from mtplab.study.interval import jackknife, without_one
 from mtplab.study.renewal import Counts, expected_counts
 
 if TYPE_CHECKING:
@@ -122,6 +123,14 @@ class Acceptance:
         for low, high, tokens, rounds in self.context_counts(depth, edges):
             n = rounds.sum()
             found.append((low, high, float(tokens.sum() / n) if n else None))
+        return found
+
+    def context_intervals(self, depth: int, edges: Sequence[int]) -> list[float | None]:
+        """Half a 95 % interval of each length of `by_context`, over the prompts that have rounds there (jackknife)."""
+        found = []
+        for _, _, tokens, rounds in self.context_counts(depth, edges):
+            some = rounds > 0
+            found.append(jackknife(without_one(tokens[some], rounds[some])))
         return found
 
     def context_counts(self, depth: int, edges: Sequence[int]) -> list[tuple[int, int, np.ndarray, np.ndarray]]:

@@ -75,7 +75,7 @@ def test_by_context_adds_up_to_the_whole(study):
     np.testing.assert_allclose((tokens * kls).sum() / tokens.sum(), line.quality.mean_kl)
     whole = study.by_context(line, 3, [0, edges[-1]])[0]
     assert whole["acceptance_length"] == pytest.approx(line.acceptance.length(3))
-    assert whole["half_interval"] == pytest.approx(line.acceptance.interval(3))
+    assert whole["half_interval"] == pytest.approx(line.acceptance.half_interval(3))
     assert whole["kl_half_interval"] == pytest.approx(line.quality.kl_interval())
 
 

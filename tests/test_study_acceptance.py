@@ -5,6 +5,7 @@ import pytest
 
 import mtplab
 from mtplab.errors import ConfigError
+from mtplab.study.interval import jackknife
 from mtplab.study.trace import Trace, trace
 
 LENGTHS = (9, 1, 30, 2, 17)
@@ -71,6 +72,11 @@ def test_counts_of_a_depth(found, depth):
     }
     low, high = acceptance.interval(depth)
     assert low <= acceptance.length(depth) <= high and (low < high or depth == 0)
+    # the ±: of the length of all prompts but one, each left out in turn
+    tokens = np.array(LENGTHS) - 1
+    each = np.array([sum(r[0] == prompt for r in rounds) for prompt in range(len(LENGTHS))])
+    left = jackknife((tokens.sum() - tokens) / (each.sum() - each))
+    assert acceptance.half_interval(depth) == pytest.approx(left)
 
 
 def test_by_position_in_the_context(found):

@@ -68,7 +68,7 @@ def cache_bytes_and_cost(study: CacheStudy, depth: int) -> Picture:
             _bars(left, [line.nbytes], [kl], [line.quality.kl_interval() or 0.0], style)
             words += f", KL {kl:.2g}"
         if length is not None:
-            _bars(right, [line.nbytes], [length], [line.acceptance.interval(depth) or 0.0], style)
+            _bars(right, [line.nbytes], [length], [line.acceptance.half_interval(depth) or 0.0], style)
             words += f", {length:.2f} tokens a round"
         said.append(words)
     left.set_yscale("log")
@@ -162,7 +162,7 @@ def cache_table(study: CacheStudy, depth: int) -> str:
             escape(cache_words(line.policy, line.draft_policy)),
             f"{line.nbytes:,}",
             f"{line.draft_nbytes:,}",
-            _plus_minus(line.acceptance.length(depth), line.acceptance.interval(depth), "{:.2f}"),
+            _plus_minus(line.acceptance.length(depth), line.acceptance.half_interval(depth), "{:.2f}"),
             "–" if change is None or line.policy == "none" else _plus_minus(*change, "{:+.2f}"),
             "0" if not quality.mean_kl else _plus_minus(quality.mean_kl, quality.kl_interval(), "{:.2g}"),
             f"{100 * (quality.top1_agreement or 0):.2f} %",
@@ -257,7 +257,7 @@ def _depths(axes: Axes, study: CacheStudy, lines: Sequence[CacheLine]) -> str:
     for line in lines:
         depths = [depth for depth in range(study.max_depth + 1) if line.acceptance.length(depth) is not None]
         lengths = [line.acceptance.length(depth) for depth in depths]
-        halves = [line.acceptance.interval(depth) or 0.0 for depth in depths]
+        halves = [line.acceptance.half_interval(depth) or 0.0 for depth in depths]
         at = [depth + 0.3 * signs.shift(line.policy) for depth in depths]
         _bars(axes, at, lengths, halves, signs.line(line.policy))
         if lengths:

@@ -86,6 +86,11 @@ class Acceptance:
         counts = self.counts(depth)
         return ratio_interval(counts.emitted, counts.rounds)
 
+    def half_interval(self, depth: int) -> float | None:
+        """Half a 95 % interval of the acceptance length as rows have it, over prompts (jackknife): a ±."""
+        counts = self.counts(depth)
+        return jackknife(without_one(counts.emitted, counts.rounds))
+
     @property
     def temperature(self) -> float:
         """The temperature at which the outputs were drawn; 0 is greedy."""

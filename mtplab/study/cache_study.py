@@ -123,7 +123,7 @@ class CacheStudy:
                     "draft_bytes": line.draft_nbytes,
                     "depth": depth,
                     "acceptance_length": line.acceptance.length(depth),
-                    "half_interval": line.acceptance.interval(depth),
+                    "half_interval": line.acceptance.half_interval(depth),
                     "change": None if change is None else change[0],
                     "change_half_interval": None if change is None else change[1],
                     "kl": line.quality.mean_kl,

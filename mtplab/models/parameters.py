@@ -7,13 +7,17 @@ not) is carried out. Knows nothing of what a model does with them.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
 from mtplab.checkpoint import Checkpoint, Plan, TensorInfo
+from mtplab.checkpoint.experts import single_experts
+from mtplab.checkpoint.values import read_tensor
 from mtplab.errors import CheckpointError
 from mtplab.quant.block import ScaledTensor, quantize_block
+from mtplab.quant.experts import Experts, make_experts
 from mtplab.quant.linear import LinearWeight, PackedLinear
 from mtplab.quant.rounding import Rounding
 
@@ -55,9 +59,62 @@ class Parameters:
         """Weights that share an input: (module name, out features) each, with the plan's dtype and rounding."""
         return PackedLinear([self._weight(n, (rows, in_features)) for n, rows in members], self.dtype, self.device)
 
+    def experts(self, at: str, count: int, inner: int, hidden: int) -> Experts:
+        """The experts at `at`: files hold them one by one, `{at}.{e}.gate_proj` and so on, or stacked [e, n, k] as
+        `{at}.gate_up_proj` [count, 2·inner, hidden] (gate above up) and `{at}.down_proj` [count, hidden, inner]."""
+        if self.has(f"{at}.gate_up_proj"):
+            up, down = f"{at}.gate_up_proj", f"{at}.down_proj"
+            self._expect(up, (count, 2 * inner, hidden))
+            self._expect(down, (count, hidden, inner))
+            weights = [
+                (*gate_up, one) for gate_up, (one,) in zip(self._stack(up, 2), self._stack(down, 1), strict=True)
+            ]
+        else:
+            shapes = {"gate_proj": (inner, hidden), "up_proj": (inner, hidden), "down_proj": (hidden, inner)}
+            weights = [
+                tuple(self._weight(f"{at}.{e}.{name}", shape) for name, shape in shapes.items()) for e in range(count)
+            ]
+        return make_experts(weights, self.dtype, self.device)
+
     def tied(self, embedding: Tensor) -> PackedLinear:
         """A vocabulary head that shares the embedding's weight."""
         return PackedLinear([LinearWeight("lm_head", embedding, rounded=False)], self.dtype, self.device)
+
+    def _stack(self, name: str, parts: int) -> Iterator[tuple[LinearWeight, ...]]:
+        """Each expert's matrices of a stack, which holds `parts` of them one below the other."""
+        decided = self.plan.by_name[name]
+        rounded = decided.activation == "fp8" and self.activation_rounding
+        rounding = Rounding(decided.activation_group)
+        if decided.weight == "fp8" and decided.scale is not None:
+            data, scale, block = self.checkpoint.scaled(name)
+            for codes, scales in zip(data, scale, strict=True):
+                rows = len(codes) // parts
+                grid = [self._rows(ScaledTensor(codes, scales, block[1:]), i * rows, rows, name) for i in range(parts)]
+                yield tuple(LinearWeight(name, value, rounded, rounding) for value in grid)
+            return
+        singles = iter(single_experts(self.checkpoint.tensors[name], self.checkpoint.config))
+        for group in zip(*[singles] * parts, strict=True):
+            found = []
+            for _, info in group:
+                value = self._finite(info, read_tensor(info).float())
+                packed = quantize_block(value, name=f"{info.file}: {name}") if decided.weight == "fp8" else value
+                found.append(LinearWeight(name, packed, rounded, rounding))
+            yield tuple(found)
+
+    def _rows(self, whole: ScaledTensor, start: int, rows: int, name: str) -> ScaledTensor:
+        """A band of a matrix's rows, whole blocks of it."""
+        height = whole.block[0]
+        if height >= whole.shape[0]:
+            return ScaledTensor(whole.data[start : start + rows], whole.scale, (rows, whole.block[1]))
+        if start % height:
+            raise CheckpointError(
+                f"{self.checkpoint.tensors[name].file}: tensor {name} has scales of blocks of {height} rows, and its "
+                f"second matrix begins at row {start}: expected a multiple. Export the experts one by one."
+            )
+        first = start // height
+        return ScaledTensor(
+            whole.data[start : start + rows], whole.scale[first : first - (-rows // height)], whole.block
+        )
 
     def _weight(self, module: str, shape: tuple[int, int]) -> LinearWeight:
         name = f"{module}.weight"
@@ -94,13 +151,16 @@ class Parameters:
                 f"{info.file}: tensor {name} is stored as {info.dtype}; expected BF16, F16, F32 or FP8 with a scale. "
                 "Bytes of an old FP8 writer or a packed format are not read as numbers; export it again."
             )
-        value = self.checkpoint.dequantize(name)
+        return self._finite(info, self.checkpoint.dequantize(name))
+
+    @staticmethod
+    def _finite(info: TensorInfo, value: Tensor) -> Tensor:
         finite = value.isfinite()
         if not bool(finite.all()):
             at = (~finite).nonzero()[0].tolist()
             raise CheckpointError(
-                f"{info.file}: tensor {name}: {int((~finite).sum())} of {value.numel()} values are NaN or infinite, "
-                f"expected none; the first is at {at}. The export is damaged; download or convert it again."
+                f"{info.file}: tensor {info.name}: {int((~finite).sum())} of {value.numel()} values are NaN or "
+                f"infinite, expected none; the first is at {at}. The export is damaged; download or convert it again."
             )
         return value
 

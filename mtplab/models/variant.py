@@ -14,9 +14,11 @@ import torch
 
 from mtplab.config import EngineConfig, SpecConfig
 from mtplab.models.layers import MLP, Attention
+from mtplab.models.mixture import Mixture
 from mtplab.models.model import Model, plan_arguments
 from mtplab.models.parameters import Parameters
 from mtplab.models.qwen3_5 import DecoderLayer
+from mtplab.quant.experts import Experts
 from mtplab.quant.linear import PackedLinear
 
 __all__ = ["with_exclusions"]
@@ -50,6 +52,8 @@ class _Swap:
 
     def __init__(self, model: Model, parameters: Parameters) -> None:
         self._before, self._after, self._parameters = model.plan.by_name, parameters.plan.by_name, parameters
+        c = model.config
+        self._sizes = c.num_experts, c.expert_size, c.hidden_size
 
     def __call__(self, packed: PackedLinear) -> PackedLinear:
         # a head tied to the embedding is no module of its own
@@ -59,6 +63,13 @@ class _Swap:
         shapes = [self._after[name].shape for name in packed.names]
         members = [(name, shape[0]) for name, shape in zip(packed.names, shapes, strict=True)]
         return self._parameters.linear(members, shapes[0][1])
+
+    def experts(self, experts: Experts) -> Experts:
+        """A layer's experts as the new plan has them: all of them anew where one changes."""
+        if all(_treatment(self._before[name]) == _treatment(self._after[name]) for name in experts.names):
+            return experts
+        at = experts.names[0].partition(".experts.")[0]
+        return self._parameters.experts(f"{at}.experts", *self._sizes)
 
 
 def _treatment(module: Any) -> tuple[Any, ...]:
@@ -72,4 +83,12 @@ def _layer(layer: DecoderLayer, swap: _Swap) -> DecoderLayer:
     else:
         mixer.inputs = swap(mixer.inputs)
     mixer.out = swap(mixer.out)
-    return replace(layer, mixer=mixer, mlp=MLP(swap(layer.mlp.gate_up), swap(layer.mlp.down)))
+    return replace(layer, mixer=mixer, mlp=_feed(layer.mlp, swap))
+
+
+def _feed(feed: MLP | Mixture, swap: _Swap) -> MLP | Mixture:
+    if isinstance(feed, MLP):
+        return MLP(swap(feed.gate_up), swap(feed.down))
+    shared = _feed(feed.shared, swap)
+    parts = swap(feed.router), swap.experts(feed.experts), shared, swap(feed.shared_gate)
+    return Mixture(*parts, feed.count, feed.top_k)

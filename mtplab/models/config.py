@@ -1,7 +1,8 @@
 """The shape of a Qwen3.5 text model, dense or a mixture of experts, read from its config.json.
 
 Knows nothing of tensors or files: it takes the parsed JSON and returns numbers, or says which key is wrong.
-The keys are those of transformers' `Qwen3_5TextConfig` and `Qwen3_5MoeTextConfig`; a multimodal wrapper keeps them under `text_config`.
+The keys are those of transformers' `Qwen3_5TextConfig` and `Qwen3_5MoeTextConfig`; a multimodal wrapper keeps them
+under `text_config`.
 """
 
 from __future__ import annotations

@@ -52,10 +52,13 @@ def decode_integer(codes: Tensor, meta: Tensor, packed: bool, dtype: torch.dtype
     return codes.float().sub_(zero).mul_(scale).to(dtype)
 
 
-def encode_float8(rows: Tensor, dtype: torch.dtype, scale: float = 1.0) -> Tensor:
-    """FP8 codes [..., d] of rows / scale, clamped to the format's range. A NaN stays one."""
+def encode_float8(rows: Tensor, dtype: torch.dtype, scale: float | Tensor = 1.0) -> Tensor:
+    """FP8 codes [..., d] of rows / scale, clamped to the format's range; a tensor of scales is spread over the rows. A
+    NaN stays one."""
     values = rows.float()
-    if scale != 1.0:
+    if isinstance(scale, Tensor):
+        values = values / scale
+    elif scale != 1.0:
         values = values / torch.full_like(values, scale)
     top = torch.finfo(dtype).max
     return values.clamp(-top, top).to(dtype)

@@ -23,6 +23,8 @@ _WHERE = {
     "sweep": "mtplab.study",
     "trace": "mtplab.study.trace",
     "compare_hidden": "mtplab.study.hidden",
+    "memory": "mtplab.models.memory",
+    "compare": "mtplab.report.comparison",
 }
 
 __all__ = [
@@ -31,9 +33,11 @@ __all__ = [
     "ConfigError",
     "MtplabError",
     "__version__",
+    "compare",
     "compare_hidden",
     "generate",
     "load_model",
+    "memory",
     "open_checkpoint",
     "quantize_checkpoint",
     "sweep",
@@ -46,6 +50,8 @@ if TYPE_CHECKING:
     from mtplab.decode import Cancelled, generate
     from mtplab.errors import CheckpointError, ConfigError, MtplabError
     from mtplab.models import load_model
+    from mtplab.models.memory import memory
+    from mtplab.report.comparison import compare
     from mtplab.study import sweep
     from mtplab.study.hidden import compare_hidden
     from mtplab.study.trace import trace

@@ -20,6 +20,7 @@ from mtplab.errors import ConfigError
 from mtplab.report.text import plain
 
 __all__ = [
+    "Calibration",
     "CheckpointPath",
     "Device",
     "Exact",
@@ -53,7 +54,18 @@ def path_of(text: str) -> Path:
 
 
 # options that mean the same in every command that has them
-CheckpointPath = Annotated[Path, typer.Argument(help="The checkpoint's folder.", metavar="PATH", parser=path_of)]
+CheckpointPath = Annotated[
+    Path, typer.Argument(help="The checkpoint's folder, or hf://org/name.", metavar="PATH", parser=path_of)
+]
+Calibration = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE",
+        help="Texts that calibrated cache policies take their scales from, as --prompts are given; the bundled ones if "
+        "left out.",
+        parser=path_of,
+    ),
+]
 Device = Annotated[str, typer.Option(metavar="DEVICE", help="cpu, cuda, cuda:1, …")]
 Exact = Annotated[bool, typer.Option("--exact/--fast", help="Row-invariant arithmetic, or the fastest there is.")]
 MaxNewTokens = Annotated[int, typer.Option(metavar="N", help="Tokens per prompt at most.")]

@@ -1,4 +1,5 @@
-"""`mtplab doctor`: what is installed, which devices there are, and which implementation each operation uses, and why.
+"""`mtplab doctor`: what is installed, which devices there are, and which implementation each operation uses, and why;
+of a checkpoint, what it takes in memory.
 
 Runs no model. Knows the names of the operations that kernels exist for, and nothing of how they work.
 """
@@ -6,11 +7,12 @@ Runs no model. Knows the names of the operations that kernels exist for, and not
 from __future__ import annotations
 
 import platform
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from mtplab.cli_common import print_json, say
+from mtplab.cli_common import Device, exclusion, path_of, print_json, say
 from mtplab.errors import ConfigError
 
 __all__ = ["OPERATIONS", "doctor", "examine"]
@@ -27,14 +29,40 @@ OPERATIONS: dict[str, str | None] = {
     "gated delta rule, decoding": "delta_rule_jit",
     "short convolution, decoding": "conv_update_jit",
     "acceptance of drafts": "acceptance_jit",
+    "decoding over a cache of turboquant, of K and V stored apart, or of FP8 with a scale per head": None,
     "prompts: attention and the chunked gated delta rule": None,
     "unrounded inputs times FP8 weights (W8A16)": None,
     "norms, rotary embedding, gates, embedding, vocabulary head": None,
 }
 
 
-def doctor(as_json: Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")] = False) -> None:
+def doctor(
+    path: Annotated[
+        Path | None, typer.Argument(help="A checkpoint: say what it takes in memory.", metavar="[PATH]", parser=path_of)
+    ] = None,
+    batch: Annotated[int, typer.Option(metavar="N", help="Sequences decoded together.")] = 1,
+    context: Annotated[int, typer.Option(metavar="N", help="Tokens of each, prompt and text.")] = 4096,
+    depth: Annotated[int, typer.Option(metavar="N", help="Draft tokens per round.")] = 3,
+    quant_policy: Annotated[str, typer.Option(metavar="NAME", help="KV cache policy.")] = "none",
+    draft_quant_policy: Annotated[
+        str | None, typer.Option(metavar="NAME", help="The draft's; the target's if left out.")
+    ] = None,
+    exclude: Annotated[
+        list[str] | None, typer.Option(metavar="GLOBS", help="Modules kept out of FP8, as `generate` takes them.")
+    ] = None,
+    model_format: Annotated[
+        str | None, typer.Option(metavar="FORMAT", help="fp8: a BF16 checkpoint quantised as it is loaded.")
+    ] = None,
+    dtype: Annotated[
+        str | None, typer.Option(metavar="DTYPE", help="Computed in: float32, bfloat16 or float16.")
+    ] = None,
+    device: Device = "cpu",
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")] = False,
+) -> None:
     """Say what runs here: versions, devices, and for each operation whether a Triton kernel or torch does it, and why.
+
+    With PATH: what that checkpoint takes in memory, by part and dtype, caches included, and whether it fits; from its
+    headers. Exit code 1 if it does not fit.
 
     MTPLAB_KERNELS=triton or reference forces one or the other; auto, the default, takes Triton's kernels on a GPU.
 
@@ -42,7 +70,23 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="One JSON docume
     Examples:
       mtplab doctor
       MTPLAB_KERNELS=reference mtplab doctor --json
+      mtplab doctor data/tiny-qwen3_5-fp8 --batch 32 --context 8192 --quant-policy int8
     """
+    if path is not None:
+        from mtplab.models.memory import memory
+
+        kept = exclusion("--exclude", *exclude) if exclude else None
+        needs = memory(
+            path, device, dtype, kept, None, quant_policy, draft_quant_policy, model_format,
+            batch=batch, context=context, depth=depth,
+        )  # fmt: skip
+        if as_json:
+            print_json({"memory": needs.to_dict()})
+        else:
+            say(needs)
+        if needs.fits is False:
+            raise typer.Exit(1)
+        return
     found = examine()
     if as_json:
         print_json(found)

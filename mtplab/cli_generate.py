@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from mtplab.cli_common import (
+    Calibration,
     CheckpointPath,
     Device,
     Exact,
@@ -52,12 +53,15 @@ def generate(
     quant_policy: Annotated[
         str,
         typer.Option(
-            metavar="NAME", help="KV cache: none, int8, int4, fp8 (= fp8_e4m3), fp8_e5m2, or lmdeploy's number."
+            metavar="NAME",
+            help="KV cache: none, int8, int4, fp8 (= fp8_e4m3), fp8_e5m2, turboquant, or lmdeploy's number; int8/int4 "
+            "for K and V apart, fp8:calibrated for scales, int8@3 to keep layer 3 unquantised.",
         ),
     ] = "none",
     draft_quant_policy: Annotated[
         str | None, typer.Option(metavar="NAME", help="The draft's; the target's if left out.")
     ] = None,
+    calibration: Calibration = None,
     draft_sampling: Annotated[str, typer.Option(metavar="HOW", help="greedy or sampled drafts.")] = "greedy",
     exclude: Annotated[
         list[str] | None,
@@ -90,7 +94,7 @@ def generate(
     from mtplab.checkpoint import open_checkpoint
     from mtplab.errors import ConfigError
     from mtplab.study.grid import exclusion_remark, weight_format
-    from mtplab.study.prompts import load_prompts
+    from mtplab.study.prompts import calibration_ids, load_prompts
 
     if not prompt and prompts is None:
         raise ConfigError("there is nothing to continue; give --prompt TEXT or --prompts FILE")
@@ -122,6 +126,7 @@ def generate(
             model,
             given,
             depth=depth,
+            calibration=calibration_ids([quant_policy, draft_quant_policy], model.encode, calibration),
             temperature=temperature,
             seed=seed,
             max_new_tokens=max_new_tokens,

@@ -20,6 +20,7 @@ from typing import Annotated, Any
 import typer
 
 from mtplab.cli_common import (
+    Calibration,
     CheckpointPath,
     Device,
     Exact,
@@ -47,13 +48,17 @@ def sweep(
     quant_policy: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="NAMES", help="KV cache policies, commas between: none, int8, int4, fp8, fp8_e5m2.  [default: none]"
+            metavar="NAMES",
+            help="KV cache policies, commas between: none, int8, int4, fp8, fp8_e5m2, turboquant; int8/int4 for K and "
+            "V apart; fp8:calibrated, fp8:calibrated-head and fp8:checkpoint for scales; int8@3+7 to keep layers 3 and "
+            "7 unquantised.  [default: none]",
         ),
     ] = None,
     draft_quant_policy: Annotated[
         list[str] | None,
         typer.Option(metavar="NAMES", help="The draft's, each with each of the target's; the same if left out."),
     ] = None,
+    calibration: Calibration = None,
     exclude: Annotated[
         list[str] | None,
         typer.Option(
@@ -99,6 +104,18 @@ def sweep(
             "where there is a draft to trace]",
         ),
     ] = None,
+    reference: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="PATH",
+            help="The unquantised checkpoint that targets are compared with.  [default: PATH itself, where it is "
+            "unquantised]",
+            parser=path_of,
+        ),
+    ] = None,
+    quality: Annotated[
+        bool, typer.Option("--quality/--no-quality", help="Judge each target beside its acceptance, or do not.")
+    ] = True,
     device: Device = "cpu",
     exact: Exact = True,
     results: Annotated[
@@ -117,7 +134,9 @@ def sweep(
     """Measure acceptance at every depth for cache policies × exclusions × temperatures.
 
     Every result is kept as it is finished: interrupt at any moment, run the same line again, and only what is
-    missing is computed. The table shows acceptance length (tokens per round, the bonus counted).
+    missing is computed. The table shows acceptance length (tokens per round, the bonus counted), and what the target
+    itself is worth: KL from the unquantised one, top-1 agreement and perplexity. ⚠ marks a broken target, whose
+    acceptance says nothing.
 
     \b
     Examples:
@@ -125,8 +144,10 @@ def sweep(
       mtplab sweep data/tiny-qwen3_5 --exclude published --exclude none --exclude 'mtp.*' --depths 1,3,5
       mtplab sweep data/tiny-qwen3_5-fp8 --temperature 0,0.7 --domain python --limit 4 --max-new-tokens 32
       mtplab sweep data/tiny-qwen3_5 --depths 0-8 --limit 6 --by-domain
-      mtplab sweep data/tiny-qwen3_5 --depths 0-4 --limit 2 --method run
+      mtplab sweep data/tiny-qwen3_5 --depths 0-4 --limit 2 --method run --no-quality
+      mtplab sweep data/tiny-qwen3_5-fp8 --reference data/tiny-qwen3_5 --depths 0,4 --limit 2
       mtplab sweep data/tiny-qwen3_5 --quant-policy int4 --draft-quant-policy none,int4 --json > rows.json
+      mtplab sweep data/tiny-qwen3_5 --quant-policy turboquant,int8/int4,fp8:calibrated --limit 2
 
     Ctrl-C stops after the current round; twice stops at once.
     """
@@ -154,12 +175,15 @@ def sweep(
             seed=seed,
             model_format=model_format,
             method=method,
+            quality=quality,
+            reference=reference,
             device=device,
             exact=exact,
             results=results,
             on_row=on_row,
             on_progress=follow,
             cancel=cancel,
+            calibration=calibration,
         )
     if as_json:
         print_json(

@@ -220,20 +220,36 @@ def test_sweep_prints_a_table_and_reads_it_back(command, bundled, tmp_path):
     assert "computed 0, read back 12" in second.stdout
     assert second.stdout.split("\n\ncomputed")[0] == table
     lines = table.splitlines()
-    assert re.split(" {2,}", lines[2]) == ["exclusions", "KV cache", "d=0", "d=1", "d=2"]
+    judged = ["KL, mnat", "top-1", "perplexity"]
+    assert re.split(" {2,}", lines[2]) == ["exclusions", "KV cache", *judged, "d=0", "d=1", "d=2"]
     assert [line.split()[:2] for line in lines[4:8]] == [
         [exclude, cache] for exclude in ("published", "mtp.*") for cache in ("unquantised", "int8")
     ]
-    assert all(line.split()[2] == "1.00" for line in lines[4:8])
-    assert re.fullmatch(r"\d\.\d\d ±\d\.\d\d", re.split(" {2,}", lines[4])[3])
-    assert "± is half a 95 % interval over prompts" in lines[8]
+    cells = [re.split(" {2,}", line)[2:] for line in lines[4:8]]
+    shapes = (r"\d+\.\d+ ±\d+\.?\d*", r"\d+\.\d %", r"\d+\.\d ×\d\.\d+", r"1\.00", r"\d\.\d\d( ±\d\.\d\d)?")
+    assert all(re.fullmatch(*pair) for line in cells for pair in zip(shapes, line, strict=False)), cells
+    assert "KL (from the unquantised target" in lines[8] and "± is half a 95 % interval over prompts" in lines[9]
+
+
+def test_sweep_holds_an_fp8_file_against_its_original_or_says_that_it_cannot(bundled, bundled_fp8, tmp_path, capsys):
+    arguments = ["sweep", bundled_fp8, "--depths", "1", "--limit", "1", "--max-new-tokens", "6", "--results", tmp_path]
+    codes, said = [], []
+    for more in ([], ["--reference", bundled], ["--no-quality"], ["--reference", bundled_fp8]):
+        codes.append(main([str(each) for each in (*arguments, *more)]))
+        said.append(capsys.readouterr())
+    alone, beside, without = (each.out for each in said[:3])
+    assert codes == [0, 0, 0, 2] and "is quantised; expected the checkpoint in BF16" in said[3].err
+    assert "no unquantised reference: give the BF16 checkpoint (--reference PATH" in alone
+    assert re.search(r"published +unquantised +– +– ", alone)
+    assert re.search(r"published +unquantised +\d\.\d+ ±", beside) and "computed 0, read back 1" in beside
+    assert "perplexity" not in without and "read back 1" in without
 
 
 def test_sweep_json_is_pure(command, bundled, tmp_path):
     document = json.loads(command("sweep", bundled, *SWEEP, "--json", "--results", tmp_path).stdout)
     assert (document["computed"], document["read_back"], document["notes"]) == (6, 0, [])
     assert [row["depth"] for row in document["rows"]] == [0, 1, 2] * 2
-    assert all(row["schema"] == 1 and row["error"] is None for row in document["rows"])
+    assert all(row["schema"] == 2 and 0 <= row["kl"] < 0.1 and row["error"] is None for row in document["rows"])
 
 
 def test_a_failed_point_gives_code_1_and_the_table(bundled, tmp_path, capsys, monkeypatch):

@@ -108,9 +108,8 @@ def caches_after(run: Run) -> list[list[torch.Tensor]]:
         if isinstance(cache, DeltaState):
             out.append([cache.conv[0], cache.recurrent[: cache.heads]])
         else:
-            held = [cache.codes[:, 0, :, :length].view(torch.uint8) if cache.codes.dtype.itemsize == 1 else
-                    cache.codes[:, 0, :, :length]]  # fmt: skip
-            out.append(held + ([cache.meta[:, 0, :, :length]] if cache.meta is not None else []))
+            held = [x[:, 0, :, :length] for part in cache.parts for x in part.held]
+            out.append([x.view(torch.uint8) if x.dtype.itemsize == 1 else x for x in held])
     return out
 
 
@@ -124,7 +123,7 @@ def new_run(model, prompts, depth, policy, n=64, **spec) -> Run:
 
 
 @pytest.mark.parametrize("batch", [1, 4])
-@pytest.mark.parametrize("policy", ["none", "int4", "fp8_e4m3"])
+@pytest.mark.parametrize("policy", ["none", "int4", "fp8_e4m3", "turboquant"])
 def test_state_after_rejection_equals_replayed_state(model, policy, batch):
     """After rounds with rejections, every cache equals that of a run which only ever saw the accepted tokens."""
     with torch.inference_mode():
@@ -155,7 +154,7 @@ def test_draft_cache_after_rejection_equals_replayed_state(model):
         read = int(run.lengths[0]) - 2 - int(run._unread.last[0])  # slots before this one have been re-read
         replay = new_run(model, [model.encode(PROMPTS[0]) + run.tokens[0]], 1, "int8")
         replay.prefill()
-    mine, fresh = run.state.draft, replay.state.draft
+    (mine,), (fresh,) = run.state.draft, replay.state.draft
     # the prompt's chunked pass and decoding's recurrent one differ in the last bits of the target's hidden states
     torch.testing.assert_close(mine.values[..., :read, :], fresh.values[..., :read, :], rtol=0, atol=0.05)
     prompt = len(model.encode(PROMPTS[0]))
@@ -293,7 +292,7 @@ def test_draft_policy_reaches_the_drafts_cache_only(model):
     run = new_run(model, PROMPTS[:1], 2, "none")
     run = Run(model, run.prompts, run.spec, run.sampling, run_policy, draft_policy, True)
     kinds = {c.policy.name for c in run.state.target if not isinstance(c, DeltaState)}
-    assert kinds == {"none"} and run.state.draft.policy.name == "int4"
+    assert kinds == {"none"} and run.state.draft[0].policy.name == "int4"
 
 
 def test_a_headless_checkpoint_decodes_plainly(tmp_path):
@@ -316,8 +315,8 @@ def test_memory_account(model):
 @pytest.mark.parametrize("policy", list(POLICIES))
 def test_memory_account_equals_what_is_allocated(model, policy):
     run = new_run(model, PROMPTS[:2], 2, policy)
-    cache = run.state.draft
-    held = cache.codes.nbytes + (cache.meta.nbytes if cache.meta is not None else 0)
+    (cache,) = run.state.draft
+    held = sum(x.nbytes for part in cache.parts for x in part.held)
     if policy == "none":  # computed and held in float32 here, in the checkpoint's BF16 on file
         held //= 2
     assert held == model.kv_bytes_per_token(policy, "draft") * 2 * cache.capacity

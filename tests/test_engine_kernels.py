@@ -15,8 +15,9 @@ from mtplab.decode.peek import next_logits
 from mtplab.kernels import launch
 from mtplab.models import layers
 from mtplab.models.cache import KVCache
+from mtplab.models.choice import KERNEL_STORAGE
 from mtplab.quant import fp8_products
-from mtplab.quant.policy import POLICIES, resolve_policy
+from mtplab.quant.policy import resolve_policy
 from tiny import write_tiny
 
 PROMPTS = ["In the beginning God", "def f"]  # ragged
@@ -52,7 +53,7 @@ def run(path, monkeypatch, how: str, policy: str, **settings):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("policy", [p for p in POLICIES])
+@pytest.mark.parametrize("policy", KERNEL_STORAGE)
 def test_greedy_rounds_are_the_same(bundled, monkeypatch, policy):
     """Attention over codes, cache writes, the delta rule, its convolution and acceptance, with rollback in two rows."""
     with_kernels = run(bundled, monkeypatch, "triton", policy)
@@ -218,13 +219,14 @@ def test_a_prompt_of_many_segments_is_decoded_once(tmp_path, monkeypatch, policy
         monkeypatch.setenv("MTPLAB_KERNELS", how)
         run = new_run(model, prompts, policy)
         decoded: list[int] = []
-        for cache in (run.state.target[1], run.state.draft):
-            cache.codec = Counted(cache.codec, lambda codes, decoded=decoded: decoded.append(len(codes.flatten(0, -2))))
+        for cache in (run.state.target[1], run.state.draft[0]):
+            part = cache.parts[0]
+            part.codec = Counted(part.codec, lambda codes, decoded=decoded: decoded.append(len(codes.flatten(0, -2))))
         with torch.inference_mode():
             run.prefill()
         # K and V of one head, in the target's layer and in the draft's, padded to whole chunks
         assert sum(decoded) <= 2 * 2 * 2 * (5 * runner.SEGMENT), decoded
-        assert (run.state.draft.values is None) == (how == "triton"), "a copy outlives the prompts"
+        assert (run.state.draft[0].values is None) == (how == "triton"), "a copy outlives the prompts"
         ends.append([run.last, run._unread.hidden, run.state.target[1].codes.view(torch.uint8)])
     for a, b in zip(*ends, strict=True):
         assert torch.equal(a, b)

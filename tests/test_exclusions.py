@@ -300,3 +300,21 @@ def test_the_command_says_what_to_type_next(bundled, tmp_path, capsys, monkeypat
     assert main(["exclude", str(bundled), *options, "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert told["exclude"] == kept and told["kl_budget"] == 0.0001 and len(told["sensitivity"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--max-new-tokens", "1"], "max_new_tokens is 1; expected a whole number of at least 2"),
+        (["--max-new-tokens", "0"], "max_new_tokens is 0"),
+        (["--al-budget", "200%"], "al_budget is 2.0; expected a number from 0 to 1"),
+        (["--kl-budget", "-1"], "kl_budget is -1.0"),
+        (["--kl-budget", "nan"], "kl_budget is nan"),
+        (["--steps", "0"], "steps is 0"),
+        (["--depth", "17"], "depth is 17"),
+    ],
+)
+def test_the_command_refuses_before_it_loads_anything(bundled, tmp_path, capsys, monkeypatch, options, says):
+    monkeypatch.setattr("mtplab.models.load_model", None)
+    assert main(["exclude", str(bundled), "--results", str(tmp_path / "r"), *options]) == 2
+    assert says in capsys.readouterr().err and not (tmp_path / "r").exists()

@@ -14,12 +14,13 @@ from mtplab.kernels.kv_write import write_kv
 from mtplab.kernels.targets import TARGETS
 from mtplab.models.attend import attend, attention_bias
 from mtplab.models.cache import KVCache, slot_base, slot_index
+from mtplab.models.choice import KERNEL_STORAGE
 from mtplab.quant.kv_codec import CODECS
 from mtplab.quant.policy import resolve_policy
 
 pytestmark = interpreted
 
-POLICIES = list(CODECS)
+POLICIES = list(KERNEL_STORAGE)
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 # ‖error‖/‖expected‖: weights and outputs are rounded to the dtype
 ERROR = {BF16: 6e-3, FP16: 8e-4, FP32: 2e-6}

@@ -11,11 +11,12 @@ from mtplab.kernels import kv_reference
 from mtplab.kernels.kv_layout import format_of
 from mtplab.kernels.kv_write import write_kv
 from mtplab.kernels.launch import interpreted as corrected
+from mtplab.models.choice import KERNEL_STORAGE
 from mtplab.quant.kv_codec import CODECS
 
 pytestmark = interpreted
 
-POLICIES = list(CODECS)
+POLICIES = list(KERNEL_STORAGE)
 FLOATS = [torch.bfloat16, torch.float16, torch.float32]
 short = {"ids": lambda x: str(x).removeprefix("torch.")}
 

@@ -8,7 +8,8 @@ import torch
 
 from mtplab import ConfigError
 from mtplab.models.cache import KVCache, slot_base, slot_index
-from mtplab.quant.kv_codec import CODECS
+from mtplab.models.choice import KERNEL_STORAGE
+from mtplab.quant.kv_codec import CODECS, codec_of
 from mtplab.quant.policy import POLICIES, resolve_policy
 
 BF16 = torch.bfloat16
@@ -17,10 +18,42 @@ BF16 = torch.bfloat16
 @pytest.mark.parametrize(
     "given, name",
     [("none", "none"), (0, "none"), (4, "int4"), (8, "int8"), (16, "fp8_e4m3"), (17, "fp8_e5m2"), ("fp8", "fp8_e4m3"),
-     ("FP8_E5M2", "fp8_e5m2"), ("auto", "none"), ("bfloat16", "none"), ("8", "int8"), ("int8_per_token_head", "int8")],
+     ("FP8_E5M2", "fp8_e5m2"), ("auto", "none"), (42, "turboquant"), ("bfloat16", "none"), ("8", "int8"),
+     ("int8_per_token_head", "int8")],
 )  # fmt: skip
 def test_policy_names_numbers_and_aliases(given, name):
     assert resolve_policy(given).name == name
+
+
+@pytest.mark.parametrize(
+    "given, name",
+    [("8/4", "int8/int4"), ("int8/int8", "int8"), (" INT8@7+3+3 ", "int8@3+7"),
+     ("fp8:calibrated/fp8_e4m3:calibrated", "fp8_e4m3:calibrated"), ("turboquant/42", "turboquant"),
+     ("bf16/fp8:checkpoint@0", "none/fp8_e4m3:checkpoint@0"), ("none/none", "none")],
+)  # fmt: skip
+def test_one_name_for_one_meaning(given, name):
+    found = resolve_policy(given)
+    assert found.name == name and resolve_policy(name) == found and str(found) == name
+    assert found.summary and "," not in name, "lists of policies have commas between"
+
+
+@pytest.mark.parametrize(
+    "given, said",
+    [
+        ("int8:calibrated", "only fp8_e4m3 and fp8_e5m2 take any: use int8"),
+        ("fp8:row", "asks for scales 'row'; expected one of calibrated, calibrated-head, checkpoint"),
+        ("fp8_e5m2:checkpoint", "use fp8_e4m3:checkpoint"),
+        ("none@3", "use none"),
+        ("int8@first", "keeps layers 'first'; expected their numbers, as in int8@3"),
+        ("int8@", "keeps layers ''"),
+        ("int8/int4/int8", "has 3 parts; expected one, or K/V"),
+        ("int8/int3", "its part 'int3'"),
+        ("turboquant_k8v4", "vLLM's turboquant_\\* store other codes"),
+    ],
+)
+def test_nonsense_says_what_to_write(given, said):
+    with pytest.raises(ConfigError, match=said):
+        resolve_policy(given)
 
 
 @pytest.mark.parametrize("given", ["int3", 5, "", None, True, 42.5])
@@ -50,7 +83,7 @@ def test_int4_packs_split_halves():
     assert codes[0].tolist() == [d + 16 * (d + 8) for d in range(8)]
 
 
-@pytest.mark.parametrize("policy", list(POLICIES))
+@pytest.mark.parametrize("policy", KERNEL_STORAGE)
 @pytest.mark.parametrize("meta_dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("value", [0.0, 1.0, -3.0, 96.0])  # each a number of every format
 def test_constant_rows_read_back(policy, meta_dtype, value):
@@ -102,34 +135,49 @@ def test_fp8_clamps_and_rounds_to_nearest_even(policy, top):
     assert back[0, 4] == 1.0 and back[0, 5] == 1.0 and back[0, 7] == 3.0
 
 
-@pytest.mark.parametrize("policy", list(POLICIES))
-def test_cache_reads_what_it_stores(policy):
+APART = ["int8/int4", "turboquant/fp8", "none/int8", "fp8_e4m3/fp8_e5m2"]
+SCALED = [f"fp8_e4m3:{scales}" for scales in ("calibrated", "calibrated-head")] + ["fp8:calibrated/fp8:calibrated-head"]
+
+
+@pytest.mark.parametrize("policy", [*POLICIES, *APART, *SCALED, "fp8:calibrated/int4"])
+@pytest.mark.parametrize("kernels", [False, True])
+def test_cache_reads_what_it_stores(policy, kernels):
+    """Written, read, picked and forked: each row is what its own codec makes of it, with its own head's scale."""
     b, h, capacity, d = 3, 2, 16, 32
-    cache = KVCache(resolve_policy(policy), b, h, capacity, d, torch.float32, BF16, torch.device("cpu"))
+    policy = resolve_policy(policy)
+    scales = tuple(
+        None if side.scales is None else torch.tensor([0.25, 3.0])[: 2 if side.scales.endswith("head") else 1] * (1 + i)
+        for i, side in enumerate(policy.sides)
+    )
+    cpu = torch.device("cpu")
+    cache = KVCache(policy, b, h, capacity, d, torch.float32, BF16, cpu, kernels=kernels, scales=scales)
     positions = torch.tensor([[4, 5], [0, 1], [9, 10]])
-    k, v = torch.randn(b, 2, h, d), torch.randn(b, 2, h, d)
-    slots = slot_index(positions, slot_base(b, h, capacity, positions.device))
-    cache.write(slots, torch.cat([k.reshape(-1, d), v.reshape(-1, d)]))
-    codec = cache.codec
-    for which, rows in enumerate((k, v)):
-        codes, meta = codec.encode(rows, BF16)
-        expected = codec.decode(codes, meta, torch.float32)
+    both = torch.randn(2, b, 2, h, d)
+    cache.write(slot_index(positions, slot_base(b, h, capacity, cpu)), both.reshape(-1, d))
+    for which, (side, scale) in enumerate(zip(policy.sides, scales, strict=True)):
+        expected = torch.zeros(b, h, capacity, d)
         for i in range(b):
-            got = cache.read(capacity)[which][i, :, positions[i]]
-            assert torch.equal(got.transpose(0, 1), expected[i])
-    stored = codec.decode(cache.codes, cache.meta, torch.float32)
-    written = torch.zeros(b, capacity, dtype=torch.bool)
-    written[torch.arange(b)[:, None], positions] = True
-    stored, values = (x.permute(0, 1, 3, 2, 4) for x in (stored, cache.values))
-    assert torch.equal(stored[:, written], values[:, written])
-    assert (values[:, ~written] == 0).all(), "nothing is written elsewhere"
+            for head in range(h):
+                factor = 1.0 if scale is None else float(scale[head % len(scale)])
+                rows = both[which, i, :, head] / factor
+                codec = codec_of(side.storage)
+                expected[i, head, positions[i]] = codec.decode(*codec.encode(rows, BF16), torch.float32) * factor
+        got = cache.read(capacity)[which]
+        at = torch.zeros(b, capacity, dtype=torch.bool)
+        at[torch.arange(b)[:, None], positions] = True
+        assert torch.equal(got.transpose(1, 2)[at], expected.transpose(1, 2)[at])
+        if not kernels:
+            assert (got.transpose(1, 2)[~at] == 0).all(), "nothing is written elsewhere"
+        fork = cache.fork(torch.tensor([2, 0, 2]), 12)
+        assert torch.equal(fork.read(12)[which][2][:, 9:11], expected[2][:, 9:11]) and fork.room == 3
+    kept = cache.read(capacity)
     cache.select(torch.tensor([2, 0]))
-    expected = codec.decode(*codec.encode(k[2, 0], BF16), torch.float32)
-    assert torch.equal(cache.read(capacity)[0][0, :, 9], expected)
+    for mine, before in zip(cache.read(capacity), kept, strict=True):
+        assert torch.equal(mine, before[[2, 0]])
 
 
 def test_bytes_per_token():
-    """64-wide heads, BF16 checkpoint: codes plus BF16 scale and zero per head, K and V."""
+    """64-wide heads, BF16 checkpoint: codes plus what lies beside each head's row in BF16, K and V."""
     by_name = {n: p.bytes_per_token(2, 64, 2) for n, p in POLICIES.items()}
     assert by_name == {
         "none": 2 * 2 * 128,
@@ -137,7 +185,18 @@ def test_bytes_per_token():
         "int4": 2 * 2 * (32 + 4),
         "fp8_e4m3": 2 * 2 * 64,
         "fp8_e5m2": 2 * 2 * 64,
+        "turboquant": 2 * (32 + 4) + 2 * (16 + 2),
     }
+    assert resolve_policy("int8/int4").bytes_per_token(2, 64, 2) == 2 * (64 + 4) + 2 * (32 + 4)
+    assert resolve_policy("fp8:calibrated-head").bytes_per_token(2, 64, 2) == by_name["fp8_e4m3"]
+
+
+@pytest.mark.parametrize("policy", [*POLICIES, *APART])
+def test_bytes_per_token_are_those_of_the_cache(policy):
+    policy, heads, d = resolve_policy(policy), 2, 64
+    cache = KVCache(policy, 3, heads, 16, d, BF16, BF16, torch.device("cpu"))
+    held = sum(x.nbytes for part in cache.parts for x in part.held)
+    assert held == 3 * 16 * policy.bytes_per_token(heads, d, 2)
 
 
 @pytest.mark.parametrize("policy", ["int8", "int4"])

@@ -128,7 +128,7 @@ def _head_hidden(model, hidden, ids):
     with torch.inference_mode():
         run = passes.make(torch.arange(n)[None], n, True)
         embedded = run.gather(F.embedding(torch.tensor([ids[1:]]), model.target.embedding))
-        cache = model.draft_cache(1, 256, resolve_policy("none"))
+        (cache,) = model.draft_caches(1, 1, 256, resolve_policy("none"))
         out = model.draft(embedded, run.gather(hidden[None, :-1]), run, cache)[: run.rows]
         return model.draft.normed(out)
 

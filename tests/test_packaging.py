@@ -37,7 +37,6 @@ DISTRIBUTION = {
     "traitlets": "ipywidgets",
     "nbformat": "nbconvert",
     "nbclient": "nbconvert",
-    "huggingface_hub": "transformers",
 }
 # other engines the model card is measured with: each runs in an environment of its own, never in this one
 # libraries that the GPU benchmark measures too where somebody has installed them
@@ -108,7 +107,7 @@ def third_party_imports(path: Path) -> set[str]:
 
 @pytest.mark.parametrize(
     ("folder", "extras"),
-    [("mtplab", ["frames"]), ("kernels", []), ("data/recipe", ["dev"]), ("tests", ["dev"])],
+    [("mtplab", ["frames", "hub"]), ("kernels", []), ("data/recipe", ["dev"]), ("tests", ["dev"])],
 )
 def test_every_import_is_a_declared_dependency(folder, extras):
     files = [

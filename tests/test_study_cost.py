@@ -83,6 +83,12 @@ def test_cache_bytes():
     assert grouped.cache_bytes("none", 2) == 2 * 2 * 256 * 2 and grouped.cache_bytes("none", 8) == 2 * 256 * 2
     assert latent.cache_bytes("none") == latent.cache_bytes("none", 8) == 576 * 2
     assert latent.cache_bytes("fp8") == 576
+    assert grouped.cache_bytes("turboquant") == 4 * (128 + 4 + 64 + 2)
+    assert grouped.cache_bytes("int8/int4") == 4 * (256 + 4 + 128 + 4) and latent.cache_bytes("fp8:calibrated") == 576
+    with pytest.raises(ConfigError, match="turboquant stores K and V apart, and latent attention keeps one row"):
+        latent.cache_bytes("turboquant")
+    with pytest.raises(ConfigError, match="int8@3 keeps layers unquantised, .* use int8"):
+        ideal(SMALL, cache="int8@3")
 
 
 # terms, by hand

@@ -79,13 +79,13 @@ def test_round_trip_is_exact():
 
 
 def test_json_carries_the_schema():
-    assert json.loads(a_row().to_json())["schema"] == 1
+    assert json.loads(a_row().to_json())["schema"] == 2
 
 
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"schema": 2}, "schema"),
+        ({"schema": 3}, "schema"),
         ({"depth": "2"}, "depth"),
         ({"depth": 17}, "depth"),
         ({"method": "guess"}, "method"),
@@ -139,3 +139,16 @@ def test_a_row_from_before_prompts_were_counted_still_reads():
     part = {key: value for key, value in dict(DomainStats.of([STATS])).items() if not key.startswith("prompt_")}
     row = ResultRow.from_json(json.dumps({**json.loads(a_row().to_json()), "by_domain": {"given": part}}))
     assert row.by_domain["given"].prompt_rounds == []
+
+
+def test_a_row_from_before_targets_were_judged_still_reads():
+    """As schema 1 wrote it: three fields of quality, none of them ever measured."""
+    written = json.loads(a_row().to_json())
+    for name in ("kl_error", "reference_perplexity", "quality_text", "quality_note"):
+        del written[name]
+    old = ResultRow.from_json(json.dumps({**written, "schema": 1}))
+    assert (old.kl, old.quality_text, old.schema_version) == (None, None, 1)
+    judged = old.with_quality({"kl": 0.5, "quality_text": "own:1"}, {"key": "k"})
+    assert (judged.kl, judged.schema_version, judged.provenance["quality"]) == (0.5, 2, {"key": "k"})
+    assert ResultRow.from_json(judged.to_json()) == judged
+    assert judged.without_quality().model_dump() == {**old.model_dump(), "schema_version": 2}

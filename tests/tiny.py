@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 
 from mtplab.checkpoint.write import write_safetensors
 
@@ -118,8 +120,9 @@ def tiny_tensors(config: dict[str, Any], seed: int = 0, spread: float = 1.0) -> 
         for name in ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm"):
             put(f"mtp.{name}.weight", h, scale=0.1)
         put("mtp.fc.weight", h, 2 * h)
-        mlp_and_norms("mtp.layers.0.")
-        attention("mtp.layers.0.")
+        for i in range(c["mtp_num_hidden_layers"]):
+            mlp_and_norms(f"mtp.layers.{i}.")
+            attention(f"mtp.layers.{i}.")
     return out
 
 
@@ -131,4 +134,23 @@ def write_tiny(folder: Path, seed: int = 0, spread: float = 1.0, stack: bool = F
     (folder / "config.json").write_text(json.dumps(config, indent=1))
     tensors = tiny_tensors(config, seed, spread)
     write_safetensors(folder / "model.safetensors", stacked(tensors) if stack else tensors)
+    return folder
+
+
+def write_deep(folder: Path, source: Path, layers: int, noise: float = 0.02) -> Path:
+    """The bundled checkpoint with its head's layer copied `layers` times, each copy a little off: drafts by a layer per
+    depth that the target accepts now and then, up to any depth."""
+    config = json.loads((source / "config.json").read_text()) | {"mtp_num_hidden_layers": layers}
+    tensors = load_file(source / "model.safetensors")
+    draw = torch.Generator().manual_seed(layers)
+    for name in [name for name in tensors if name.startswith("mtp.layers.0.")]:
+        for i in range(1, layers):
+            off = torch.randn(tensors[name].shape, generator=draw) * noise * tensors[name].float().std()
+            tensors[name.replace("layers.0.", f"layers.{i}.")] = (tensors[name].float() + off).to(tensors[name].dtype)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    for name in ("tokenizer.json", "generation_config.json"):
+        if (source / name).is_file():
+            shutil.copyfile(source / name, folder / name)
+    write_safetensors(folder / "model.safetensors", tensors)
     return folder

@@ -18,6 +18,7 @@ from mtplab.checkpoint.config_json import CONFIG_FILE, find_quantization, read_c
 from mtplab.checkpoint.draft_layouts import OWN_COUNT
 from mtplab.checkpoint.formats import Format, QuantizationConfig, parse
 from mtplab.checkpoint.header import TensorInfo
+from mtplab.checkpoint.hub import is_hub_name, resolve_hub
 from mtplab.checkpoint.index import Files, find_files
 from mtplab.checkpoint.names import Reach, nearest, normalised
 from mtplab.checkpoint.pairing import KV_SCALE_SUFFIXES, Pair, Pairing, Problem
@@ -37,6 +38,8 @@ __all__ = ["Checkpoint", "open_checkpoint"]
 def open_checkpoint(path: str | os.PathLike[str], lenient: bool = False) -> Checkpoint:
     """Open a checkpoint: a folder, or a single .safetensors file beside a config.json. Reads headers only.
 
+    `hf://org/name[@revision]` is the folder of that model in the Hugging Face cache, fetched where it is not there.
+
     `lenient`: a quantisation that is not read is no error; the checkpoint says why in `refused`, and its tensors can
     be looked at as they are stored.
 
@@ -49,6 +52,8 @@ def open_checkpoint(path: str | os.PathLike[str], lenient: bool = False) -> Chec
         raise ConfigError(f"path={shown(path)}: expected the path of a checkpoint.") from None
     if not str(path) or "\0" in str(where):
         raise ConfigError(f"path={shown(path)}: expected the path of a checkpoint.")
+    if is_hub_name(where):
+        where = resolve_hub(where)
     with collector_still():
         files = find_files(where)
         config = read_config(files.folder, required=os.path.isdir(where))
@@ -195,19 +200,20 @@ class Checkpoint:
             raise CheckpointError(f"{info.file}: tensor {shown(info.name)} is complex: expected real values. Use read.")
         return self.read(info.name).float()
 
-    def bands(self, name: str) -> Iterator[tuple[int, int, torch.Tensor]]:
+    def bands(self, name: str, multiple: int = 1) -> Iterator[tuple[int, int, torch.Tensor]]:
         """The values `dequantize` gives, in bands of rows: (first row, row after the last, float32 [rows, k]).
 
-        A band's memory (about 4 MB) is used again for the next; axes before the last are taken together as rows, and
-        fewer than two dimensions are one row. Raises CheckpointError as `dequantize` does.
+        Every band but the last has a `multiple` of rows. Its memory (about 4 MB) is used again for the
+        next; axes before the last are taken together as rows, and fewer than two dimensions are one row. Raises
+        CheckpointError as `dequantize` does.
         """
         from mtplab.checkpoint.values import dequantized_bands, plain_bands
 
         info = self.info(name)
         if self._pairing.is_quantised(info):
-            return dequantized_bands(self._pairing.pair(info))
+            return dequantized_bands(self._pairing.pair(info), multiple)
         self._refuse_codes(info)
-        return plain_bands(info)
+        return plain_bands(info, multiple)
 
     def _refuse_codes(self, info: TensorInfo) -> None:
         fault = self._pairing.packed_fault(info)

@@ -13,6 +13,7 @@ from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any, NamedTuple
 
 from mtplab.checkpoint.header import Header, TensorInfo, read_header
+from mtplab.checkpoint.hub import hub_hint
 from mtplab.checkpoint.strict_json import read_json_object, shown
 from mtplab.errors import CheckpointError
 
@@ -46,7 +47,7 @@ def find_files(path: Path) -> Files:
         return _from_index(path)
     if not os.path.lexists(path):
         raise CheckpointError(
-            f"{path}: expected a checkpoint folder or a .safetensors file, found nothing: no such path."
+            f"{path}: expected a checkpoint folder or a .safetensors file, found nothing: no such path.{hub_hint(path)}"
         )
     header = read_header(path)
     return _gather(path.parent, None, [header], unused=())

@@ -8,7 +8,9 @@ axis.
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
@@ -57,6 +59,8 @@ TORCH_DTYPES: dict[str, torch.dtype] = {
 }
 
 _BAND_BYTES = 1 << 20
+_KEPT_BYTES = 1 << 24  # of one buffer: bands of very wide rows are larger, and rare
+_buffers = threading.local()
 
 
 class ScaledWeight(NamedTuple):
@@ -143,25 +147,26 @@ def read_dequantized(pair: Pair) -> torch.Tensor:
     return out
 
 
-def dequantized_bands(pair: Pair) -> Iterator[tuple[int, int, torch.Tensor]]:
+def dequantized_bands(pair: Pair, multiple: int = 1) -> Iterator[tuple[int, int, torch.Tensor]]:
     """(first row, row after the last, float32 [rows, k]) one band after the other, in memory that the next one reuses.
 
-    Rows are those of the codes [.., k] with all axes but the last taken together. Raises as `read_scaled` does.
+    Every band but the last has a `multiple` of rows. Rows are those of the codes [.., k] with all axes but the last
+    taken together. Raises as `read_scaled` does.
     """
-    yield from _bands(pair, None)
+    yield from _bands(pair, None, multiple)
 
 
-def plain_bands(info: TensorInfo) -> Iterator[tuple[int, int, torch.Tensor]]:
+def plain_bands(info: TensorInfo, multiple: int = 1) -> Iterator[tuple[int, int, torch.Tensor]]:
     """As `dequantized_bands`, of a tensor that is not quantised: its values cast to float32."""
     *lead, k = info.shape or (1,)
     total = math.prod(lead)
     dtype = _torch_dtype(info)
     if dtype.is_complex:
         raise CheckpointError(f"{_where(info)} is complex: expected real values.")
-    step = _rows_at_a_time(total, k)
+    step = _rows_at_a_time(total, k, multiple)
     width = info.nbytes // max(1, total * k)
-    raw, own = torch.empty(step * k * width, dtype=torch.uint8), torch.empty(step, k)
-    with TensorFile(info.file) as file:
+    with _scratch(step * k * width) as raw, _scratch(4 * step * k) as memory, TensorFile(info.file) as file:
+        own = memory.view(torch.float32).view(step, k)
         for start in range(0, total, step) if step and k else ():
             stop = min(total, start + step)
             part = raw[: (stop - start) * k * width]
@@ -169,19 +174,41 @@ def plain_bands(info: TensorInfo) -> Iterator[tuple[int, int, torch.Tensor]]:
             yield start, stop, own[: stop - start].copy_(part.view(dtype).view(-1, k))
 
 
-def _rows_at_a_time(total: int, k: int) -> int:
+@contextmanager
+def _scratch(nbytes: int) -> Iterator[torch.Tensor]:
+    """uint8 [nbytes] of any content, the same memory again for whoever asks next in this thread: buffers made and freed
+    for every tensor of a load leave gaps between the tensors that stay, a third of all memory.
+
+    Made outside inference mode, so that both modes may write to it.
+    """
+    free: list[torch.Tensor] = _buffers.__dict__.setdefault("free", [])
+    kept = free.pop() if free else None
+    if kept is None or kept.numel() < nbytes:
+        with torch.inference_mode(False):
+            kept = torch.empty(max(nbytes, 4 * _BAND_BYTES), dtype=torch.uint8)
+    try:
+        yield kept[:nbytes]
+    finally:
+        if kept.numel() <= _KEPT_BYTES:
+            free.append(kept)
+
+
+def _rows_at_a_time(total: int, k: int, multiple: int = 1) -> int:
     """How many of `total` rows of k values make a band; 0 where there are none, however wide they claim to be."""
-    return min(total, max(1, _BAND_BYTES // max(1, k)))
+    return min(total, max(1, _BAND_BYTES // max(1, k) // multiple) * multiple)
 
 
-def _bands(pair: Pair, out: torch.Tensor | None) -> Iterator[tuple[int, int, torch.Tensor]]:
+def _bands(pair: Pair, out: torch.Tensor | None, multiple: int = 1) -> Iterator[tuple[int, int, torch.Tensor]]:
     info = pair.codes
     *lead, k = info.shape
     total = math.prod(lead)
-    step = _rows_at_a_time(total, k)
-    band = torch.empty(step * k, dtype=torch.uint8)
-    own = torch.empty(step, k) if out is None else None
-    with TensorFile(info.file) as file:
+    step = _rows_at_a_time(total, k, multiple)
+    with (
+        _scratch(step * k) as band,
+        _scratch(4 * step * k if out is None else 0) as memory,
+        TensorFile(info.file) as file,
+    ):
+        own = memory.view(torch.float32).view(step, k) if out is None else None
         beside = pair.scale.file == info.file  # as in most exports: a file is opened once for the pair
         scale = _scale(_stored(file, pair.scale) if beside else read_tensor(pair.scale), pair)
         for start in range(0, total, step) if step else ():

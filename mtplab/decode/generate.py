@@ -43,6 +43,7 @@ def generate(
     threads: int | None = None,
     on_round: Callable[[Progress], None] | None = None,
     cancel: threading.Event | None = None,
+    calibration: Prompts | None = None,
 ) -> Generation:
     """Continue prompts with speculative decoding.
 
@@ -61,6 +62,7 @@ def generate(
             or 256 tokens of context; never exact.
         max_batch: prompts decoded at once.
         threads: of the CPU; None means one for a small model, else torch's setting (`threads.thread_count` says why).
+        calibration: texts that the scales of a calibrated policy are taken from, as prompts are given.
         on_round: called after every batched round; cancel: an event that ends the run with Cancelled.
 
     Returns a Generation. Raises ConfigError for settings and prompts that cannot be run.
@@ -86,6 +88,7 @@ def generate(
         threads=threads,
         on_round=on_round,
         cancel=cancel,
+        calibration=calibration,
     )
     ids, spec, sampling = asked.ids, asked.spec, asked.sampling
     policy, draft_policy = asked.policy, asked.draft_policy

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from mtplab.config import SamplingConfig, SpecConfig
-from mtplab.decode.threads import thread_count
+from mtplab.decode.calibration import bound
+from mtplab.decode.threads import running_with, thread_count
 from mtplab.errors import ConfigError, not_text
 from mtplab.models import Model
 from mtplab.quant.fp8_products import uses_kernels
@@ -70,6 +71,7 @@ def resolve_run(
     threads: int | None,
     on_round: Callable[..., None] | None,
     cancel: threading.Event | None,
+    calibration: Prompts | None = None,
 ) -> RunSettings:
     """Arguments as `generate` has them. Raises ConfigError for settings and prompts that cannot be run."""
     if not isinstance(model, Model):
@@ -82,7 +84,7 @@ def resolve_run(
     if draft_quant_policy is not None:
         draft_policy = resolve_policy(draft_quant_policy)
     else:
-        draft_policy = policy if model.spec.quant_policy is None else model.policy("draft")
+        draft_policy = policy.everywhere if model.spec.quant_policy is None else model.policy("draft")
     asked = {
         "depth": depth,
         "draft_sampling": draft_sampling,
@@ -126,8 +128,12 @@ def resolve_run(
             f"prompt {long} has {len(ids[long])} tokens, and with {max_new_tokens} new ones passes the model's "
             f"max_position_embeddings of {model.config.max_position}; shorten it or lower max_new_tokens"
         )
-
     threads = thread_count(threads, sum(math.prod(module.shape) for module in model.plan.modules), model.device)
+    texts = None if calibration is None else token_ids(model, calibration)
+    with running_with(threads):
+        policy = bound(model, policy, "target", texts, (target_hidden, draft_hidden))
+        if depth:
+            draft_policy = bound(model, draft_policy, "draft", texts, (target_hidden, draft_hidden))
     return RunSettings(ids, spec, sampling, policy, draft_policy, exact, max_batch, threads)
 
 

@@ -8,22 +8,65 @@ cost a CPU a gather on every read; a paged kernel can address the same storage t
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from mtplab.quant.policy import QuantPolicy
+from mtplab.quant.kv_codec import Codec, codec_of
+from mtplab.quant.policy import QuantPolicy, Storage
+
+if TYPE_CHECKING:
+    from mtplab.quant.policy import Pair
+
+
+@dataclass
+class _Part:
+    """Rows stored alike: of K and V, or of one of them where the two differ. Codes [sides, b, h_kv, capacity, d'], and
+    meta [sides, b, h_kv, capacity, m] where rows have numbers of their own."""
+
+    codec: Codec
+    codes: Tensor
+    meta: Tensor | None
+
+    @property
+    def held(self) -> list[Tensor]:
+        return [self.codes] if self.meta is None else [self.codes, self.meta]
+
+    def encode(self, rows: Tensor, meta_dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+        """Rows [sides·r, d] of all heads, the head fastest, as this part keeps them."""
+        sides, heads = self.codes.shape[0], self.codes.shape[2]
+        return self.codec.encode(rows.view(sides, -1, heads, rows.shape[-1]), meta_dtype)
+
+    def decode(self, live: int, length: int, dtype: torch.dtype) -> Tensor:
+        """[sides, b, h_kv, length, d] of what is stored."""
+        codes, meta = (
+            None if x is None else x[:, :live, :, :length].transpose(2, 3) for x in (self.codes, self.meta)
+        )
+        return self.codec.decode(codes, meta, dtype).transpose(2, 3)
+
+    def picked(self, rows: Tensor, capacity: int | None = None) -> _Part:
+        """These sequences, in this order, and their first `capacity` slots."""
+        codes, meta = (None if x is None else x[..., :capacity, :] for x in (_movable(self.codes), self.meta))
+        return _Part(
+            self.codec,
+            codes.index_select(1, rows).view(self.codes.dtype),
+            None if meta is None else meta.index_select(1, rows),
+        )
 
 
 class KVCache:
     """Keys and values of one attention layer, stored as the policy says and read back before they are attended.
 
-    Codes [2, b, h_kv, capacity, d'] hold K and V; integer policies add meta [2, b, h_kv, capacity, 2] (scale, zero) in
-    the checkpoint's dtype. Where codes are not what attention reads, a copy as read back is kept beside them, so that a
-    slot is decoded once, when written, and not at every later step; memory accounts count the codes. Kernels read the
-    codes: there the copy is only held while a prompt of several segments is read (`holding_values`).
+    Codes [2, b, h_kv, capacity, d'] hold K and V where both are stored alike, else each has a tensor of its own
+    (`parts`); where rows have numbers of their own (scale and zero, norms), meta [.., m] in the checkpoint's dtype lies
+    beside them. Where codes are not what attention reads, a copy as read back is kept beside them, so that a slot is
+    decoded once, when written, and not at every later step; memory accounts count the codes. Kernels read the codes:
+    there the copy is only held while a prompt of several segments is read (`holding_values`).
     """
 
     def __init__(
@@ -37,41 +80,65 @@ class KVCache:
         meta_dtype: torch.dtype,
         device: torch.device,
         kernels: bool = False,
+        scales: Pair = (None, None),
     ):
-        """`kernels`: decoding reads the codes themselves, so no copy is kept as read back."""
-        self.policy, self.codec, self.dtype, self.meta_dtype = policy, policy.codec, dtype, meta_dtype
+        """`kernels`: decoding reads the codes themselves, so no copy is kept as read back. `scales`: of K and of V,
+        float32 [1] or [h_kv], None for 1."""
+        self.policy, self.dtype, self.meta_dtype = policy, dtype, meta_dtype
         self.head_dim = head_dim
         self.live = batch  # sequences that are read, the first ones; `shrink` makes them fewer than there is room for
-        shape = (2, batch, kv_heads, capacity)
-        self.codes = torch.zeros(
-            *shape, self.codec.code_shape(head_dim), dtype=self.codec.code_dtype(dtype), device=device
-        )
-        self.meta = torch.zeros(*shape, 2, dtype=meta_dtype, device=device) if policy.meta else None
-        plain = self.codes.dtype == dtype and policy.meta == 0
+        # what kernels multiply codes by
+        self.factors = [1.0 if scale is None or scale.numel() > 1 else float(scale) for scale in scales]
+        alike = policy.one_storage
+        self.parts: list[_Part] = []
+        for storage, scale in _stored(policy, scales, device):
+            codec = codec_of(storage, scale)
+            shape = (2 if alike else 1, batch, kv_heads, capacity)
+            codes = torch.zeros(*shape, codec.code_shape(head_dim), dtype=codec.code_dtype(dtype), device=device)
+            meta = torch.zeros(*shape, storage.meta, dtype=meta_dtype, device=device) if storage.meta else None
+            self.parts.append(_Part(codec, codes, meta))
+        plain = alike and not policy.quantised
         self.values: Tensor | None = self.codes if plain else None
         if not plain and not kernels:
             self.values = self.empty_values()
 
     @property
+    def codes(self) -> Tensor:
+        """[2, b, h_kv, capacity, d'], where K and V are stored alike."""
+        assert len(self.parts) == 1, "K and V are stored apart"
+        return self.parts[0].codes
+
+    @property
+    def meta(self) -> Tensor | None:
+        """[2, b, h_kv, capacity, m], where K and V are stored alike and rows have numbers of their own."""
+        assert len(self.parts) == 1, "K and V are stored apart"
+        return self.parts[0].meta
+
+    @property
     def capacity(self) -> int:
         """Tokens that fit, per sequence."""
-        return self.codes.shape[3]
+        return self.parts[0].codes.shape[3]
 
     def write(self, slots: Tensor, rows: Tensor) -> None:
-        """Store rows [2·r, d] (K first, then V) at flat slots [2·r] (see `slot_index`)."""
-        codes, meta = self.codec.encode(rows, self.meta_dtype)
-        self._flat(self.codes).index_copy_(0, slots, _movable(codes))
-        if self.values is not None and self.values is not self.codes:
-            self._flat(self.values).index_copy_(0, slots, self.codec.decode(codes, meta, self.dtype))
-        if self.meta is not None:
-            self._flat(self.meta).index_copy_(0, slots, meta)
+        """Store rows [2·r, d] (K first, then V; the head fastest) at flat slots [2·r] (see `slot_index`)."""
+        share = rows.shape[0] // len(self.parts)
+        for index, part in enumerate(self.parts):
+            mine = slice(index * share, (index + 1) * share)
+            codes, meta = part.encode(rows[mine], self.meta_dtype)
+            # a part of V alone begins where K's slots end
+            at = slots[mine] - index * math.prod(part.codes.shape[1:4]) if index else slots[mine]
+            _flat(part.codes).index_copy_(0, at, _movable(codes).view(share, -1))
+            if part.meta is not None:
+                _flat(part.meta).index_copy_(0, at, meta.view(share, -1))
+            if self.values is not None and self.values is not part.codes:
+                back = part.codec.decode(codes, meta, self.dtype)
+                _flat(self.values).index_copy_(0, slots[mine], back.reshape(share, -1))
 
     def read(self, length: int) -> tuple[Tensor, Tensor]:
         """K and V [b, h_kv, length, d] of the first `length` slots, as stored."""
         if self.values is not None:
             return self.values[0, : self.live, :, :length], self.values[1, : self.live, :, :length]
-        meta = None if self.meta is None else self.meta[:, : self.live, :, :length, :]
-        keys, values = self.codec.decode(self.codes[:, : self.live, :, :length, :], meta, self.dtype)
+        keys, values = (rows for part in self.parts for rows in part.decode(self.live, length, self.dtype))
         return keys, values
 
     @contextmanager
@@ -88,17 +155,12 @@ class KVCache:
 
     def empty_values(self) -> Tensor:
         """Memory for every slot as read back [2, b, h_kv, capacity, d]."""
-        return torch.zeros(*self.codes.shape[:4], self.head_dim, dtype=self.dtype, device=self.codes.device)
+        codes = self.parts[0].codes
+        return torch.zeros(2, *codes.shape[1:4], self.head_dim, dtype=self.dtype, device=codes.device)
 
     def select(self, rows: Tensor) -> None:
         """Keep these sequences of the batch, in this order."""
-        plain = self.values is self.codes
-        self.codes = _movable(self.codes).index_select(1, rows).view(self.codes.dtype)
-        if self.values is not None:
-            self.values = self.codes if plain else self.values.index_select(1, rows)
-        if self.meta is not None:
-            self.meta = self.meta.index_select(1, rows)
-        self.live = len(rows)
+        self._take(self, rows, None)
 
     def shrink(self, rows: Tensor) -> Tensor:
         """Keep these sequences, growing numbers, by moving the last of them into the gaps; the room stays what it was.
@@ -110,8 +172,7 @@ class KVCache:
         free[inside] = False
         gaps, moved = free.nonzero()[:, 0], rows[len(inside) :]
         order[gaps] = moved
-        held = {id(x): x for x in (self.codes, self.values, self.meta) if x is not None}
-        for x in map(_movable, held.values()):
+        for x in map(_movable, self._held()):
             x.index_copy_(1, gaps, x.index_select(1, moved))
         self.live = count
         return order
@@ -119,30 +180,50 @@ class KVCache:
     @property
     def room(self) -> int:
         """Sequences that there is storage for."""
-        return self.codes.shape[1]
+        return self.parts[0].codes.shape[1]
 
     @property
     def bytes_per_slot(self) -> int:
         """Bytes that one token of one sequence takes here, copies as read back included."""
-        held = {id(x): x for x in (self.codes, self.values, self.meta) if x is not None}
-        tokens = self.codes.shape[1] * self.capacity
-        return sum(x.nbytes for x in held.values()) // tokens
+        return sum(x.nbytes for x in self._held()) // (self.room * self.capacity)
 
     def fork(self, rows: Tensor, capacity: int) -> KVCache:
         """A cache of its own with these sequences, a row as often as it is named, and the first `capacity` slots."""
         other = copy.copy(self)
-        other.live = len(rows)
-        plain = self.values is self.codes
-        other.codes = _movable(self.codes[..., :capacity, :]).index_select(1, rows).view(self.codes.dtype)
-        if self.values is not None:
-            other.values = other.codes if plain else self.values[..., :capacity, :].index_select(1, rows)
-        if self.meta is not None:
-            other.meta = self.meta[..., :capacity, :].index_select(1, rows)
+        self._take(other, rows, capacity)
         return other
 
-    @staticmethod
-    def _flat(x: Tensor) -> Tensor:
-        return _movable(x).view(-1, x.shape[-1])
+    def _take(self, other: KVCache, rows: Tensor, capacity: int | None) -> None:
+        """Give `other`, which may be this one, these sequences of this."""
+        plain = self.values is self.parts[0].codes
+        values = self.values
+        other.parts = [part.picked(rows, capacity) for part in self.parts]
+        if values is not None:
+            other.values = other.codes if plain else values[..., :capacity, :].index_select(1, rows)
+        other.live = len(rows)
+
+    def _held(self) -> list[Tensor]:
+        """Every tensor, once."""
+        all_of_them = [x for part in self.parts for x in part.held] + ([] if self.values is None else [self.values])
+        return list({id(x): x for x in all_of_them}.values())
+
+
+def _stored(policy: QuantPolicy, scales: Pair, device: torch.device) -> list[tuple[Storage, Tensor | None]]:
+    """The storage and the scales of each part of a cache: one for K and V, or one each."""
+    if not policy.one_storage:
+        return [
+            (side.storage, None if scale is None else scale.to(device)[None])
+            for side, scale in zip(policy.sides, scales, strict=True)
+        ]
+    if all(scale is None for scale in scales):
+        return [(policy.k.storage, None)]
+    given = [torch.ones(1) if scale is None else scale for scale in scales]
+    width = max(scale.numel() for scale in given)
+    return [(policy.k.storage, torch.stack([scale.to(device).expand(width) for scale in given]))]
+
+
+def _flat(x: Tensor) -> Tensor:
+    return _movable(x).view(-1, x.shape[-1])
 
 
 def _movable(x: Tensor) -> Tensor:

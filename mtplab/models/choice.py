@@ -13,6 +13,8 @@ from mtplab.models.config import ModelConfig
 from mtplab.quant.fp8_products import uses_kernels
 from mtplab.quant.policy import QuantPolicy
 
+# how `kernels/kv_write.py` and `attention.py` store and read rows
+KERNEL_STORAGE = ("none", "int4", "int8", "fp8_e4m3", "fp8_e5m2")
 _LARGEST, _STEP = 256, 16
 _TAPS = (2, 3, 4)
 
@@ -22,13 +24,17 @@ def decodes_with_kernels(
 ) -> bool:
     """Whether this device has the kernels and they take this model, computed in `dtype`, and caches of `policies`.
 
-    They take heads whose sizes are multiples of 16 up to 256, convolutions of 2 to 4 taps, and, where a cache has
-    scales and zeros beside its codes, those in the dtype that is computed in or under float32; they have the
-    checkpoint's dtype. Raises ConfigError for a MTPLAB_KERNELS that cannot be obeyed.
+    They take heads whose sizes are multiples of 16 up to 256, convolutions of 2 to 4 taps, K and V stored alike, FP8
+    with one scale for K and one for V of a layer, and, where a cache has scales and zeros beside its codes, those in
+    the dtype that is computed in or under float32; they have the checkpoint's dtype. There is no kernel for turboquant.
+    Raises ConfigError for a MTPLAB_KERNELS that cannot be obeyed.
     """
     kernels = uses_kernels(device)
     same = str(dtype).removeprefix("torch.") in ("float32", config.dtype)
-    if not same and any(policy.meta for policy in policies):
+    policies = list(policies)
+    if not all(_readable(policy) for policy in policies):
+        return False
+    if not same and any(side.storage.meta for policy in policies for side in policy.sides):
         return False
     sizes = {config.head_dim}
     if "linear_attention" in config.layer_types:
@@ -36,3 +42,10 @@ def decodes_with_kernels(
         if config.conv_kernel not in _TAPS:
             return False
     return kernels and all(size % _STEP == 0 and size <= _LARGEST for size in sizes)
+
+
+def _readable(policy: QuantPolicy) -> bool:
+    """Whether the kernels read such a cache; one whose scales are a tensor per KV head they do not."""
+    scales = [scale for pair in (policy.scales or {}).values() for scale in pair if scale is not None]
+    heads = any(side.scales == "calibrated-head" for side in policy.sides) or any(x.numel() > 1 for x in scales)
+    return policy.one_storage and policy.k.storage.name in KERNEL_STORAGE and not heads

@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 from mtplab.checkpoint.config_json import stored_dtype
-from mtplab.config import DTYPES
+from mtplab.config import DTYPES, MAX_DEPTH
 from mtplab.errors import CheckpointError
 
 DENSE = ("qwen3_5_text", "qwen3_5")
@@ -54,6 +54,10 @@ class ModelConfig:
     experts_per_token: int = 0
     expert_size: int = 0
     shared_expert_size: int = 0
+
+    def draft_caches(self, depth: int) -> int:
+        """KV caches of the head when it drafts so deep: one for all drafts, or one for each (`head.py`)."""
+        return depth if self.mtp_layers > 1 else min(depth, self.mtp_layers)
 
     @property
     def key_dim(self) -> int:
@@ -109,9 +113,10 @@ def parse_config(
     if text.get("hidden_act", "silu") != "silu":
         raise CheckpointError(f"{file}: hidden_act is {text['hidden_act']!r:.60}; expected 'silu'")
     mtp_layers = text.get("mtp_num_hidden_layers") or 0
-    if mtp_layers not in (0, 1) or not isinstance(mtp_layers, int):
+    if not isinstance(mtp_layers, int) or isinstance(mtp_layers, bool) or not 0 <= mtp_layers <= MAX_DEPTH:
         raise CheckpointError(
-            f"{file}: mtp_num_hidden_layers is {mtp_layers!r:.60}; expected 0 or 1 (a Qwen3.5 head)"
+            f"{file}: mtp_num_hidden_layers is {mtp_layers!r:.60}; expected a whole number from 0 to {MAX_DEPTH}: "
+            "the layers of the MTP head, 1 in published checkpoints"
         )
 
     rope_key = "rope_parameters" if text.get("rope_parameters") is not None else "rope_scaling"

@@ -83,9 +83,18 @@ class Attention:
         return attend(q.transpose(1, 2), keys, values, run.bias, run.exact)
 
     def _with_kernels(self, q: Tensor, k: Tensor, v: Tensor, run: Pass, cache: KVCache) -> Tensor:
-        write_kv(k, v, cache.codes, cache.meta, run.positions)
+        of_k, of_v = cache.factors
+        write_kv(k, v, cache.codes, cache.meta, run.positions, None, of_k, of_v)
         out = attend_cache(
-            q, cache.codes, cache.meta, run.positions, scale=1.0, longest=run.longest, most_tokens=run.most_tokens
+            q,
+            cache.codes,
+            cache.meta,
+            run.positions,
+            scale=1.0,
+            k_scale=of_k,
+            v_scale=of_v,
+            longest=run.longest,
+            most_tokens=run.most_tokens,
         )
         return out.flatten(2)
 

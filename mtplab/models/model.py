@@ -15,10 +15,15 @@ from mtplab.checkpoint import Checkpoint, Plan, open_checkpoint
 from mtplab.checkpoint.strict_json import read_json_object
 from mtplab.config import EngineConfig, SpecConfig
 from mtplab.errors import CheckpointError, ConfigError, not_text
+from mtplab.models.asked import check_exclusions, load_settings, plan_arguments
 from mtplab.models.cache import DeltaState, KVCache
 from mtplab.models.config import ModelConfig, parse_config
+from mtplab.models.head import Head
+from mtplab.models.machine import give_back, shortage_said
+from mtplab.models.memory import refuse_what_cannot_fit, weights_in_memory
 from mtplab.models.parameters import Parameters
-from mtplab.models.qwen3_5 import Head, Target, build_head, build_target
+from mtplab.models.qwen3_5 import Target, build_head, build_target
+from mtplab.quant.kv_codec import check_head_dim
 from mtplab.quant.policy import QuantPolicy, resolve_policy
 
 if TYPE_CHECKING:
@@ -47,9 +52,11 @@ class Model:
     spec: SpecConfig
 
     def policy(self, part: str = "target") -> QuantPolicy:
-        """The KV-cache policy a run uses by default for "target" or "draft"."""
+        """The KV-cache policy a run uses by default for "target" or "draft"; a draft that inherits the target's has no
+        layer kept unquantised: its layers are other ones."""
         own = self.spec.quant_policy if part == "draft" else None
-        return resolve_policy(self.engine.quant_policy if own is None else own)
+        found = resolve_policy(self.engine.quant_policy if own is None else own)
+        return found.everywhere if part == "draft" and own is None else found
 
     @property
     def can_be_exact(self) -> bool:
@@ -106,10 +113,35 @@ class Model:
 
     def kv_bytes_per_token(self, policy: str | int | QuantPolicy | None = None, part: str = "target") -> int:
         """KV-cache bytes one token adds, all layers of the target or the draft together."""
+        return sum(self.kv_layer_bytes(self.policy(part) if policy is None else policy, part))
+
+    def kv_layer_bytes(self, policy: str | int | QuantPolicy, part: str = "target") -> list[int]:
+        """The same layer by layer; 0 for a delta-rule layer, which keeps a state instead."""
+        c, chosen = self.config, resolve_policy(policy)
+        size = (c.num_kv_heads, c.head_dim, self.checkpoint_dtype.itemsize)
+        if part != "target":
+            return [chosen.bytes_per_token(*size)] * c.mtp_layers
+        kinds = enumerate(c.layer_types)
+        return [chosen.at(i).bytes_per_token(*size) if kind == "full_attention" else 0 for i, kind in kinds]
+
+    def check_policy(self, policy: QuantPolicy, part: str = "target") -> None:
+        """Raises ConfigError where this model's cache cannot be kept so, of the target or the draft."""
         c = self.config
-        layers = c.layer_types.count("full_attention") if part == "target" else c.mtp_layers
-        chosen = resolve_policy(policy) if policy is not None else self.policy(part)
-        return layers * chosen.bytes_per_token(c.num_kv_heads, c.head_dim, self.checkpoint_dtype.itemsize)
+        for side in policy.sides:
+            check_head_dim(side.storage, c.head_dim)
+        if policy.kept and part != "target":
+            raise ConfigError(
+                f"the draft's quant_policy is {policy.name}, which names layers of the target; use "
+                f"{policy.everywhere.name} or none"
+            )
+        attention = [i for i, kind in enumerate(c.layer_types) if kind == "full_attention"]
+        wrong = [layer for layer in policy.kept if layer not in attention]
+        if wrong:
+            raise ConfigError(
+                f"quant_policy {policy.name} keeps layer{'s' * (len(wrong) > 1)} {', '.join(map(str, wrong))} "
+                f"unquantised, which {'have' if len(wrong) > 1 else 'has'} no KV cache here; expected some of "
+                f"{', '.join(map(str, attention))}, the target's attention layers"
+            )
 
     def state_bytes(self) -> int:
         """Bytes of delta-rule state per sequence: it does not grow with the context and is never quantised."""
@@ -121,22 +153,32 @@ class Model:
     def target_caches(
         self, batch: int, capacity: int, policy: QuantPolicy, kernels: bool = False
     ) -> list[KVCache | DeltaState]:
-        """Empty caches, one per layer of the target; `kernels`: for a run that decodes with them."""
+        """Empty caches, one per layer of the target; `kernels`: for a run that decodes with them. Raises ConfigError
+        for a policy that does not fit, or whose scales are not there (`decode/calibration.py` finds them)."""
+        self.check_policy(policy)
         return [
-            self._kv_cache(batch, capacity, policy, kernels) if kind == "full_attention" else self._delta_state(batch)
-            for kind in self.config.layer_types
+            self._kv_cache(batch, capacity, policy, kernels, layer)
+            if kind == "full_attention"
+            else self._delta_state(batch)
+            for layer, kind in enumerate(self.config.layer_types)
         ]
 
-    def draft_cache(self, batch: int, capacity: int, policy: QuantPolicy, kernels: bool = False) -> KVCache:
-        """The head's empty cache."""
-        return self._kv_cache(batch, capacity, policy, kernels)
-
-    def _kv_cache(self, batch: int, capacity: int, policy: QuantPolicy, kernels: bool) -> KVCache:
+    def draft_caches(
+        self, depth: int, batch: int, capacity: int, policy: QuantPolicy, kernels: bool = False
+    ) -> list[KVCache]:
+        """The head's empty caches for drafting to this depth: one, or one for each step (`head.py`). Raises ConfigError
+        likewise."""
+        self.check_policy(policy, "draft")
         c = self.config
-        if policy.bits == 4 and c.head_dim % 2:
-            raise ConfigError(f"quant_policy {policy.name} packs pairs, but head_dim is {c.head_dim}; use int8")
+        return [
+            self._kv_cache(batch, capacity, policy, kernels, step % c.mtp_layers)
+            for step in range(c.draft_caches(depth))
+        ]
+
+    def _kv_cache(self, batch: int, capacity: int, policy: QuantPolicy, kernels: bool, layer: int) -> KVCache:
+        c, own = self.config, policy.at(layer)
         return KVCache(
-            policy,
+            own,
             batch,
             c.num_kv_heads,
             capacity,
@@ -145,6 +187,7 @@ class Model:
             self.checkpoint_dtype,
             self.device,
             kernels,
+            own.scales_of(layer),
         )
 
     def _delta_state(self, batch: int) -> DeltaState:
@@ -165,6 +208,7 @@ def load_model(
     model_format: str | None = None,
     activation_rounding: bool = True,
     exact: bool = True,
+    check_memory: bool = True,
 ) -> Model:
     """Load a checkpoint and its MTP head.
 
@@ -179,37 +223,42 @@ def load_model(
         activation_rounding: round the inputs of FP8 layers to E4M3 (W8A8), with the scales that the checkpoint's
             format gives them: per token and 128 features beside blocks, else per token, or the stored one.
         exact: arithmetic in which a row does not depend on the rows beside it (float32 on a CPU).
+        check_memory: refuse at once weights that are more than the memory available; see `mtplab.memory`.
+
+    Weights are read a band of rows at a time: at the worst moment there is one matrix beside those that stay.
 
     Raises CheckpointError for files that are missing, broken or of another architecture, ConfigError for settings.
     """
-    engine = EngineConfig.of(
-        device=str(device),
-        dtype=None if dtype is None else str(dtype).removeprefix("torch."),
-        exclude=exclude,
-        model_format=model_format,
-        quant_policy=resolve_policy(quant_policy).name,
-        activation_rounding=activation_rounding,
-        exact=exact,
+    engine, spec = load_settings(
+        device,
+        dtype,
+        exclude,
+        draft_exclude,
+        quant_policy,
+        draft_quant_policy,
+        model_format,
+        activation_rounding,
+        exact,
     )
-    spec = SpecConfig.from_target(
-        engine,
-        exclude=draft_exclude,
-        quant_policy=None if draft_quant_policy is None else resolve_policy(draft_quant_policy).name,
-    )
-    return load_configured(path, engine, spec)
+    return load_configured(path, engine, spec, check_memory)
 
 
-def load_configured(path: str | Path | Checkpoint, engine: EngineConfig, spec: SpecConfig) -> Model:
+def load_configured(
+    path: str | Path | Checkpoint, engine: EngineConfig, spec: SpecConfig, check_memory: bool = True
+) -> Model:
     """`load_model` from validated settings, where the draft's weight format may differ from the target's."""
     checkpoint = path if isinstance(path, Checkpoint) else open_checkpoint(path)
-    _check_exclusions(checkpoint, engine, spec)
+    check_exclusions(checkpoint, engine, spec)
     plan = checkpoint.plan(**plan_arguments(engine, spec))
     config = parse_config(checkpoint.config, *_eos_override(checkpoint), checkpoint.files.folder / "config.json")
     where, stored = _device(engine.device), _dtype(config.dtype)
     compute = _dtype(engine.dtype) if engine.dtype else (torch.float32 if where.type == "cpu" else stored)
+    if check_memory:
+        refuse_what_cannot_fit(checkpoint, weights_in_memory(checkpoint, plan, engine, config))
     parameters = Parameters(checkpoint, plan, compute, where, engine.activation_rounding)
-    with torch.inference_mode():
+    with shortage_said(checkpoint.path), torch.inference_mode():
         target, draft = build_target(config, parameters), build_head(config, parameters)
+    give_back()
     return Model(
         config=config,
         checkpoint=checkpoint,
@@ -223,31 +272,6 @@ def load_configured(path: str | Path | Checkpoint, engine: EngineConfig, spec: S
         engine=engine,
         spec=spec,
     )
-
-
-def _check_exclusions(checkpoint: Checkpoint, engine: EngineConfig, spec: SpecConfig) -> None:
-    """An exclusion list with nothing to exclude from would quietly do nothing."""
-    asked = next((e for e in (engine.exclude, spec.exclude) if e not in (None, "published")), None)
-    if asked is not None and checkpoint.quantization is None and not (engine.model_format or spec.model_format):
-        raise ConfigError(
-            f"exclude is {asked!r}, but {checkpoint.path} is not quantised and nothing would be kept from FP8; add "
-            "model_format='fp8', or leave exclude out"
-        )
-
-
-def plan_arguments(engine: EngineConfig, spec: SpecConfig) -> dict:
-    """The plan's arguments: one weight format, and exclusions that keep the other part out of it where they differ."""
-    exclude, draft_exclude = engine.exclude, spec.exclude
-    if engine.model_format and not spec.model_format:
-        draft_exclude = ("mtp.*",)
-    elif spec.model_format and not engine.model_format:
-        # an exclusion list not given to the draft would fall back on the target's
-        exclude, draft_exclude = ("*",), draft_exclude or "published"
-    return {
-        "exclude": exclude,
-        "draft_exclude": draft_exclude,
-        "model_format": engine.model_format or spec.model_format,
-    }
 
 
 def _eos_override(checkpoint: Checkpoint) -> tuple[Any, Path]:

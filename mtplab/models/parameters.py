@@ -7,19 +7,24 @@ not) is carried out. Knows nothing of what a model does with them.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from mtplab.checkpoint import Checkpoint, Plan, TensorInfo
 from mtplab.checkpoint.experts import single_experts
-from mtplab.checkpoint.values import read_tensor
+from mtplab.checkpoint.values import plain_bands
 from mtplab.errors import CheckpointError
-from mtplab.quant.block import ScaledTensor, quantize_block
+from mtplab.quant.block import BLOCK, ScaledTensor, Unread, quantize_block
 from mtplab.quant.experts import Experts, make_experts
 from mtplab.quant.linear import LinearWeight, PackedLinear
+from mtplab.quant.products import keeps_codes
 from mtplab.quant.rounding import Rounding
+
+# called with `multiple=` rows: (first row, row after the last, float32 [rows, k]), again and again
+Bands = Callable[..., Iterator[tuple[int, int, Tensor]]]
 
 # the text tower's names, alone or inside the multimodal wrapper
 _ROOTS = ("model.", "model.language_model.")
@@ -49,7 +54,9 @@ class Parameters:
     def vector(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
         """A plain tensor of this shape, in `dtype` or the compute dtype."""
         self._expect(name, shape)
-        return self._values(name).to(dtype or self.dtype).to(self.device)
+        out = torch.empty(shape, dtype=dtype or self.dtype, device=self.device)
+        self._fill(self.checkpoint.tensors[name], partial(self.checkpoint.bands, name), out)
+        return out
 
     def one_plus(self, name: str, size: int) -> Tensor:
         """1 + w of a zero-centred RMSNorm [size], in float32: 1 + w does not fit BF16's mantissa."""
@@ -94,12 +101,8 @@ class Parameters:
             return
         singles = iter(single_experts(self.checkpoint.tensors[name], self.checkpoint.config))
         for group in zip(*[singles] * parts, strict=True):
-            found = []
-            for _, info in group:
-                value = self._finite(info, read_tensor(info).float())
-                packed = quantize_block(value, name=f"{info.file}: {name}") if decided.weight == "fp8" else value
-                found.append(LinearWeight(name, packed, rounded, rounding))
-            yield tuple(found)
+            held = [self._plain(info, partial(plain_bands, info), decided.weight == "fp8") for _, info in group]
+            yield tuple(LinearWeight(name, value, rounded, rounding) for value in held)
 
     def _rows(self, whole: ScaledTensor, start: int, rows: int, name: str) -> ScaledTensor:
         """A band of a matrix's rows, whole blocks of it."""
@@ -120,13 +123,14 @@ class Parameters:
         name = f"{module}.weight"
         self._expect(name, shape)
         decided = self.plan.by_name[module]
-        if decided.weight != "fp8":
-            value: Tensor | ScaledTensor = self._values(name)
-        elif decided.scale is not None:
+        value: ScaledTensor | Unread
+        if decided.weight != "fp8" or decided.scale is None:
+            bands = partial(self.checkpoint.bands, name)
+            value = self._plain(self.checkpoint.tensors[name], bands, decided.weight == "fp8")
+        elif keeps_codes(self.device):
             value = ScaledTensor(*self.checkpoint.scaled(name))
         else:
-            file = self.checkpoint.tensors[name].file
-            value = quantize_block(self.checkpoint.dequantize(name), name=f"{file}: {name}")
+            value = Unread(shape, partial(self._fill_from_codes, name))
         rounded = decided.activation == "fp8" and self.activation_rounding
         stored = self._input_scale(decided.input_scale) if rounded and decided.input_scale is not None else None
         return LinearWeight(module, value, rounded, Rounding(decided.activation_group if stored is None else 0, stored))
@@ -143,26 +147,51 @@ class Parameters:
             )
         return values[0]
 
-    def _values(self, name: str) -> Tensor:
-        """A tensor's float32 values, which must be real numbers: one NaN would make every token of a run id 0."""
-        info = self.checkpoint.tensors[name]
-        if not info.dtype.startswith(("BF16", "F16", "F32", "F64", "F8_")):
-            raise CheckpointError(
-                f"{info.file}: tensor {name} is stored as {info.dtype}; expected BF16, F16, F32 or FP8 with a scale. "
-                "Bytes of an old FP8 writer or a packed format are not read as numbers; export it again."
-            )
-        return self._finite(info, self.checkpoint.dequantize(name))
+    def _plain(self, info: TensorInfo, bands: Bands, at_load: bool) -> ScaledTensor | Unread:
+        """A matrix that is stored without a scale, quantised as it is read where `at_load`."""
+        if not at_load:
+            return Unread(info.shape, partial(self._fill, info, bands))
+        quantized = partial(self._quantized_bands, info, bands)
+        if not keeps_codes(self.device):
+            return Unread(info.shape, partial(_copy_bands, lambda: ((a, b, q.dequantize()) for a, b, q in quantized())))
+        found = [codes for _, _, codes in quantized()]
+        codes = torch.cat([band.data.view(torch.uint8) for band in found])
+        return ScaledTensor(codes.view(found[0].data.dtype), torch.cat([band.scale for band in found]))
 
     @staticmethod
-    def _finite(info: TensorInfo, value: Tensor) -> Tensor:
-        finite = value.isfinite()
-        if not bool(finite.all()):
-            at = (~finite).nonzero()[0].tolist()
+    def _quantized_bands(info: TensorInfo, bands: Bands) -> Iterator[tuple[int, int, ScaledTensor]]:
+        """(first row, row after the last, those rows in FP8), whole blocks at a time."""
+        for start, stop, values in bands(multiple=BLOCK[0]):
+            yield start, stop, quantize_block(values, name=f"{info.file}: {info.name}")
+
+    def _fill_from_codes(self, name: str, out: Tensor) -> None:
+        """Write the values of a weight that is stored as FP8 to `out` [n, k]."""
+        _copy_bands(partial(self.checkpoint.bands, name), out)
+
+    def _fill(self, info: TensorInfo, bands: Bands, out: Tensor) -> None:
+        """Write a tensor's values to `out`, a band at a time. They must be real numbers: one NaN would make every token
+        of a run id 0."""
+        if not info.dtype.startswith(("BF16", "F16", "F32", "F64", "F8_")):
             raise CheckpointError(
-                f"{info.file}: tensor {info.name}: {int((~finite).sum())} of {value.numel()} values are NaN or "
-                f"infinite, expected none; the first is at {at}. The export is damaged; download or convert it again."
+                f"{info.file}: tensor {info.name} is stored as {info.dtype}; expected BF16, F16, F32 or FP8 with a "
+                "scale. Bytes of an old FP8 writer or a packed format are not read as numbers; export it again."
             )
-        return value
+        rows = out.view(-1, out.shape[-1])
+        for start, stop, values in bands():
+            # the extremes are NaN where any value is, and need no memory of their own
+            if not all(map(math.isfinite, map(float, values.aminmax()))):
+                self._refuse(info.name)
+            rows[start:stop].copy_(values)
+
+    def _refuse(self, name: str) -> None:
+        """Raises CheckpointError for a tensor with values that are no numbers, having counted all of them."""
+        info, value = self.checkpoint.tensors[name], self.checkpoint.dequantize(name)
+        wrong = ~value.isfinite()
+        raise CheckpointError(
+            f"{info.file}: tensor {name}: {int(wrong.sum())} of {value.numel()} values are NaN or infinite, "
+            f"expected none; the first is at {wrong.nonzero()[0].tolist()}. The export is damaged; download or "
+            "convert it again."
+        )
 
     def _expect(self, name: str, shape: tuple[int, ...]) -> None:
         info = self.checkpoint.tensors.get(name)
@@ -175,3 +204,8 @@ class Parameters:
             raise CheckpointError(
                 f"{info.file}: tensor {name} has shape {list(info.shape)}; the config asks for {list(shape)}"
             )
+
+
+def _copy_bands(bands: Bands, out: Tensor) -> None:
+    for start, stop, values in bands():
+        out[start:stop].copy_(values)

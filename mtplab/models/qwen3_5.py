@@ -4,6 +4,8 @@ Layers come from `layers.py`; this file says which there are, in what order, and
 those of transformers' `Qwen3_5ForCausalLM` and `Qwen3_5MoeForCausalLM`; the head, which transformers does not run, is
 as in lmdeploy's `qwen3_5_mtp.py` and vLLM's:
 fc(cat[norm_e(embedding), norm_h(hidden)]) → one full-attention layer → norm → shared head.
+Published heads have one layer. Of several, fc and the norms are shared, as vLLM builds them (whose first loop runs
+layer 0 alone, issue 52688); here each draft has its own (`head.py`).
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from torch import Tensor
 from mtplab.errors import CheckpointError
 from mtplab.models.cache import DeltaState, KVCache
 from mtplab.models.config import ModelConfig
+from mtplab.models.head import DraftModule, Head
 from mtplab.models.layers import MLP, Attention, GatedDelta
 from mtplab.models.mixture import Mixture
 from mtplab.models.norm import RMSNorm
@@ -79,32 +82,6 @@ class Target:
         return self.head(normed)[0]
 
 
-@dataclass
-class Head:
-    """The MTP head: one layer, used again for every depth."""
-
-    config: ModelConfig
-    norm_embedding: RMSNorm
-    norm_hidden: RMSNorm
-    fc: PackedLinear  # [hidden, 2·hidden], the embedding's half first
-    layer: DecoderLayer
-    norm: RMSNorm
-
-    def linears(self) -> Iterator[PackedLinear]:
-        """Every linear layer of it but the vocabulary head, which is the target's."""
-        yield self.fc
-        yield from self.layer.linears()
-
-    def __call__(self, embedded: Tensor, hidden: Tensor, run: Pass, cache: KVCache) -> Tensor:
-        """embedded, hidden [padded rows, hidden] → the head's own hidden, before `norm`."""
-        both = torch.cat([self.norm_embedding(embedded), self.norm_hidden(hidden)], dim=-1)
-        return self.layer(self.fc(both)[0], run, cache)
-
-    def normed(self, hidden: Tensor) -> Tensor:
-        """mtp.norm: what the shared vocabulary head reads, and the next depth by default."""
-        return self.norm(hidden)
-
-
 def build_target(config: ModelConfig, p: Parameters) -> Target:
     """The target from its parameters. Raises CheckpointError for a tensor that is missing or of another shape."""
     c, root = config, p.root
@@ -128,14 +105,12 @@ def build_head(config: ModelConfig, p: Parameters) -> Head | None:
             "named mtp.*: there is no head to load. Set it to 0 to run the model without one (depth 0), or take a "
             "checkpoint that has its head."
         )
-    return Head(
-        c,
-        _norm(c, p, "mtp.pre_fc_norm_embedding.weight"),
-        _norm(c, p, "mtp.pre_fc_norm_hidden.weight"),
-        p.linear([("mtp.fc", c.hidden_size)], 2 * c.hidden_size),
-        _layer(c, p, "mtp.layers.0.", "full_attention"),
-        _norm(c, p, "mtp.norm.weight"),
-    )
+    norm_embedding = _norm(c, p, "mtp.pre_fc_norm_embedding.weight")
+    norm_hidden = _norm(c, p, "mtp.pre_fc_norm_hidden.weight")
+    fc = p.linear([("mtp.fc", c.hidden_size)], 2 * c.hidden_size)
+    layers = [_layer(c, p, f"mtp.layers.{i}.", "full_attention") for i in range(c.mtp_layers)]
+    norm = _norm(c, p, "mtp.norm.weight")
+    return Head([DraftModule(norm_embedding, norm_hidden, fc, layer, norm) for layer in layers])
 
 
 def _norm(c: ModelConfig, p: Parameters, name: str) -> RMSNorm:

@@ -5,6 +5,7 @@ Knows nothing of checkpoints, names or layers. The numerics are `kernels/fp8_ref
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -12,7 +13,7 @@ import torch
 from mtplab.errors import CheckpointError
 from mtplab.kernels import fp8_reference
 
-__all__ = ["BLOCK", "ScaledTensor", "quantize_block"]
+__all__ = ["BLOCK", "ScaledTensor", "Unread", "quantize_block"]
 
 BLOCK = (128, 128)  # rows and columns that share a scale in the published block-FP8 layout
 
@@ -39,6 +40,14 @@ class ScaledTensor(NamedTuple):
     def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """Values [n, k]: the float32 product of code and scale, then rounded once to `dtype`."""
         return fp8_reference.dequantize_block(self.data, self.scale, self.block).to(dtype)
+
+
+class Unread(NamedTuple):
+    """A matrix [n, k] that is not in memory yet: `fill` writes its values where they are wanted, in any dtype and on
+    any device. Reading it first and copying it there would hold it twice."""
+
+    shape: tuple[int, int]
+    fill: Callable[[torch.Tensor], None]
 
 
 def quantize_block(weight: torch.Tensor, block: tuple[int, int] = BLOCK, name: str = "the weight") -> ScaledTensor:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from collections.abc import Iterator
 from functools import cache
 
 import torch
@@ -72,17 +73,20 @@ class HalfProduct:
         self._compiled: tuple[Tensor, Tensor] | None = None
 
     @classmethod
-    def of(cls, weight: Tensor) -> HalfProduct | None:
-        """The product; None where FP16 would round the weight, or this torch build has no FBGEMM."""
+    def of(cls, weight: Tensor, own: bool = False) -> HalfProduct | None:
+        """The product; None where FP16 would round the weight, or this torch build has no FBGEMM.
+
+        `own`: the weight may be changed, which saves a copy of it; where the result is None it stays as it is.
+        """
         if torch.backends.quantized.engine not in ("x86", "fbgemm") or not weight.numel():
             return None
         # FP16 ends at 65504: the largest value comes to lie in [2^14, 2^15)
-        largest = float(weight.abs().amax())
+        largest = max(-float(weight.amin()), float(weight.amax()))
         exponent = 15 - math.frexp(largest)[1] if math.isfinite(largest) else _MOST
-        if abs(exponent) >= _MOST or not _is_half(weight[:1] * 2.0**exponent):  # one row shows most that do not fit
+        # one row shows most that do not fit
+        if abs(exponent) >= _MOST or not all(_is_half(band * 2.0**exponent) for band in (weight[:1], *_bands(weight))):
             return None
-        scaled = weight * 2.0**exponent
-        return cls(scaled, 2.0**-exponent) if _is_half(scaled) else None
+        return cls(weight.mul_(2.0**exponent) if own else weight * 2.0**exponent, 2.0**-exponent)
 
     def prepare_compiled(self) -> None:
         """Pack the weight for the form of the same product that torch.compile calls without going through Python."""
@@ -111,6 +115,12 @@ class HalfProduct:
 _MOST = 60
 
 
+def _bands(weight: Tensor) -> Iterator[Tensor]:
+    """Rows, about a million values at a time: what is made of a band stays small, and in cache."""
+    rows = max(1, (1 << 20) // max(1, weight.shape[1]))
+    yield from (weight[start : start + rows] for start in range(0, len(weight), rows))
+
+
 def _is_half(values: Tensor) -> bool:
     return torch.equal(values.half().float(), values)
 
@@ -137,9 +147,12 @@ def _has_compiled_half() -> bool:
             return False
 
 
-def packed_product(weight: Tensor) -> HalfProduct | PackedProduct | None:
-    """The best of the packings for weight [n, k] float32; None where this torch build has neither library."""
-    half = HalfProduct.of(weight)
+def packed_product(weight: Tensor, own: bool = False) -> HalfProduct | PackedProduct | None:
+    """The best of the packings for weight [n, k] float32; None where this torch build has neither library.
+
+    `own`: the weight is nobody else's, and may be changed where there is one.
+    """
+    half = HalfProduct.of(weight, own)
     if half is not None:
         return half
     packs = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mtplab.quant.block import ScaledTensor
+from mtplab.quant.block import ScaledTensor, Unread
 from mtplab.quant.products import Product, make_product
 from mtplab.quant.rounding import BY_GROUP, Rounding
 
@@ -22,7 +22,7 @@ class LinearWeight:
     """One weight [n, k] of a product x · wᵀ, and whether x is rounded to FP8 before it (W8A8), and how."""
 
     name: str
-    value: Tensor | ScaledTensor
+    value: Tensor | ScaledTensor | Unread
     rounded: bool
     rounding: Rounding = BY_GROUP
 

@@ -1,59 +1,173 @@
 """How a KV cache is stored: one object per `quant_policy`, used by the runner and the memory account alike.
 
-Names and numbers are lmdeploy's (`QuantPolicy` in lmdeploy/messages.py); vLLM's and SGLang's dtype names are aliases.
-Knows nothing of models or caches: a policy encodes rows of heads and reads them back.
+A policy has one name, which rows, hashes, options and widgets use:
+
+    int8                          K and V alike
+    int8/int4                     K, then V
+    fp8_e4m3:calibrated           FP8 with a scale for K and one for V in every layer (`calibrated-head`: in every KV
+                                  head), from texts that are given; `:checkpoint` takes the file's own scales
+    int8@3+7                      layers 3 and 7 of the target are kept unquantised
+
+Names and numbers are lmdeploy's (`QuantPolicy` in lmdeploy/messages.py); vLLM's and SGLang's dtype names are aliases,
+and layers are counted as vLLM's `--kv-cache-dtype-skip-layers` counts them. Knows nothing of models or caches.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from mtplab.errors import ConfigError
 
 if TYPE_CHECKING:
-    from mtplab.quant.kv_codec import Codec
+    from torch import Tensor
+
+    # of a layer: the scales of K and of V, float32 [1] or [h_kv], None where there are none
+    Pair = tuple[Tensor | None, Tensor | None]
+
+__all__ = ["GRAMMAR", "POLICIES", "SCALES", "QuantPolicy", "Side", "Storage", "resolve_policy"]
+
+GRAMMAR = "a name, K/V as in int8/int4, scales as in fp8_e4m3:calibrated, layers kept unquantised as in int8@3+7"
+SCALES = ("calibrated", "calibrated-head", "checkpoint")
+
+
+@dataclass(frozen=True)
+class Storage:
+    """One way of storing rows of K or of V. `bits` per element, None as they are; `meta`: numbers kept beside a row."""
+
+    name: str
+    bits: int | None
+    meta: int = 0
+
+    @property
+    def float8(self) -> bool:
+        """Whether codes are FP8 numbers, which a scale may go with."""
+        return self.name.startswith("fp8")
+
+
+@dataclass(frozen=True)
+class Side:
+    """How K, or V, is stored, and where its scales come from (one of SCALES, or None)."""
+
+    storage: Storage
+    scales: str | None = None
+
+    def __str__(self) -> str:
+        return self.storage.name if self.scales is None else f"{self.storage.name}:{self.scales}"
 
 
 @dataclass(frozen=True)
 class QuantPolicy:
-    """One way of storing K and V. `bits` per element; `meta` = numbers kept beside each head's row (scale, zero)."""
+    """A cache policy. `kept`: layers of the target that are not quantised; `scales`: by layer, where there are any
+    (`with_scales`), which are no part of what the policy is called."""
 
-    name: str
-    number: int
-    bits: int | None
-    meta: int
-    summary: str
+    k: Side
+    v: Side
+    kept: tuple[int, ...] = ()
+    scales: Mapping[int, Pair] | None = field(default=None, compare=False, repr=False)
 
     @property
-    def codec(self) -> Codec:
-        """The encoder and reader of this policy (imports torch)."""
-        from mtplab.quant.kv_codec import CODECS
+    def name(self) -> str:
+        """The one text that means this policy."""
+        k, v = str(self.k), str(self.v)
+        both = k if k == v else f"{k}/{v}"
+        return f"{both}@{'+'.join(map(str, self.kept))}" if self.kept else both
 
-        return CODECS[self.name]
+    @property
+    def sides(self) -> tuple[Side, Side]:
+        """K and V."""
+        return self.k, self.v
+
+    @property
+    def one_storage(self) -> bool:
+        """Whether K and V are stored alike, scales aside: their codes then lie in one tensor."""
+        return self.k.storage == self.v.storage
+
+    @property
+    def quantised(self) -> bool:
+        """Whether anything is."""
+        return any(side.storage.bits is not None for side in self.sides)
+
+    @property
+    def calibrated(self) -> bool:
+        """Whether it needs scales that are measured on texts."""
+        return any((side.scales or "").startswith("calibrated") for side in self.sides)
+
+    @property
+    def summary(self) -> str:
+        """What it does, in a few words."""
+        words = [_side_words(side, which) for side, which in zip(self.sides, "KV", strict=True)]
+        said = words[0] if words[0] == words[1] else f"K {words[0]}; V {words[1]}"
+        if self.kept:
+            said += f"; layer{'s' * (len(self.kept) > 1)} {', '.join(map(str, self.kept))} unquantised"
+        return said
+
+    def at(self, layer: int) -> QuantPolicy:
+        """What a layer of the target gets: this without `kept`, or none."""
+        if layer in self.kept:
+            return POLICIES["none"]
+        return replace(self, kept=()) if self.kept else self
+
+    @property
+    def everywhere(self) -> QuantPolicy:
+        """The same with no layer kept, which a draft that follows its target has: its layers are other ones."""
+        return replace(self, kept=())
+
+    def scales_of(self, layer: int) -> Pair:
+        """The scales of K and V of a layer. Raises ConfigError where it needs some that nobody has given."""
+        found = (self.scales or {}).get(layer, (None, None))
+        for side, scale in zip(self.sides, found, strict=True):
+            if side.scales and scale is None:
+                raise ConfigError(f"quant_policy {self.name} has no {side.scales} scales for layer {layer} here")
+        return found
+
+    def with_scales(self, scales: Mapping[int, Pair]) -> QuantPolicy:
+        """The same with these scales by layer."""
+        return replace(self, scales=scales)
 
     def bytes_per_token(self, kv_heads: int, head_dim: int, dtype_bytes: int) -> int:
-        """Bytes that one token's K and V take in one layer: codes plus scales and zeros.
+        """Bytes that one token's K and V take in one layer that is not kept: codes, and what lies beside each row.
 
-        `dtype_bytes` is the size of the checkpoint's dtype, in which scales and zeros are kept, and unquantised values
-        are counted (a run in another compute dtype holds them in that).
+        `dtype_bytes` is the size of the checkpoint's dtype, in which scales, zeros and norms are kept, and unquantised
+        values are counted (a run in another compute dtype holds them in that). FP8's scales are a layer's, not a
+        token's, and are not counted.
         """
-        bits = dtype_bytes * 8 if self.bits is None else self.bits
-        return 2 * kv_heads * (head_dim * bits // 8 + self.meta * dtype_bytes)
+        sizes = ((side.storage.bits or dtype_bytes * 8, side.storage.meta) for side in self.sides)
+        return sum(kv_heads * (head_dim * bits // 8 + meta * dtype_bytes) for bits, meta in sizes)
 
     def __str__(self) -> str:
         return self.name
 
 
-POLICIES: dict[str, QuantPolicy] = {
-    p.name: p
-    for p in (
-        QuantPolicy("none", 0, None, 0, "unquantised"),
-        QuantPolicy("int4", 4, 4, 2, "asymmetric 4 bit, per token and KV head"),
-        QuantPolicy("int8", 8, 8, 2, "asymmetric 8 bit, per token and KV head"),
-        QuantPolicy("fp8_e4m3", 16, 8, 0, "E4M3, scale 1"),
-        QuantPolicy("fp8_e5m2", 17, 8, 0, "E5M2, scale 1"),
-    )
+# (name, lmdeploy's number, K, V)
+_TABLE = (
+    ("none", 0, Storage("none", None), None),
+    ("int4", 4, Storage("int4", 4, 2), None),
+    ("int8", 8, Storage("int8", 8, 2), None),
+    ("fp8_e4m3", 16, Storage("fp8_e4m3", 8), None),
+    ("fp8_e5m2", 17, Storage("fp8_e5m2", 8), None),
+    # the norms of the row and of what the centroids leave for K, the row's for V
+    ("turboquant", 42, Storage("turboquant", 4, 2), Storage("turboquant", 2, 1)),
+)
+_STORED = {name: (k, v or k) for name, _, k, v in _TABLE}
+_NUMBERS = {number: name for name, number, _, _ in _TABLE}
+POLICIES: dict[str, QuantPolicy] = {name: QuantPolicy(Side(k), Side(v)) for name, (k, v) in _STORED.items()}
+
+_WORDS = {
+    "none": ("unquantised", "unquantised"),
+    "int4": ("asymmetric 4 bit, per token and KV head",) * 2,
+    "int8": ("asymmetric 8 bit, per token and KV head",) * 2,
+    "fp8_e4m3": ("E4M3",) * 2,
+    "fp8_e5m2": ("E5M2",) * 2,
+    "turboquant": ("rotated, 3 bit and a sign", "rotated, 2 bit"),
+}
+_SCALE_WORDS = {
+    None: "scale 1",
+    "calibrated": "a calibrated scale per layer",
+    "calibrated-head": "a calibrated scale per KV head",
+    "checkpoint": "the checkpoint's own scales",
 }
 
 # vLLM's --kv-cache-dtype and SGLang's --kv-cache-dtype spellings of the same storage
@@ -71,19 +185,64 @@ _ALIASES = {
 
 
 def resolve_policy(policy: str | int | QuantPolicy) -> QuantPolicy:
-    """The policy meant by a name, an alias, lmdeploy's number or a policy itself. Raises ConfigError otherwise."""
+    """The policy meant by a text, an alias, lmdeploy's number or a policy itself; texts that mean the same give the
+    same policy. Raises ConfigError otherwise."""
     if isinstance(policy, QuantPolicy):
         return policy
     if isinstance(policy, int) and not isinstance(policy, bool):
-        found = next((p for p in POLICIES.values() if p.number == policy), None)
-    else:
-        text = policy.strip().lower() if isinstance(policy, str) else ""
-        found = POLICIES.get(_ALIASES.get(text, text))
-        if found is None and text.isdigit():
-            return resolve_policy(int(text))
-    if found is None:
-        known = ", ".join(f"{p.name} ({p.number})" for p in POLICIES.values())
-        raise ConfigError(
-            f"unknown quant_policy {policy!r}; expected one of {known}, or an alias: {', '.join(_ALIASES)}"
-        )
+        if policy not in _NUMBERS:
+            raise _unknown(policy)
+        return POLICIES[_NUMBERS[policy]]
+    if not isinstance(policy, str):
+        raise _unknown(policy)
+    text, at, layers = policy.strip().lower().partition("@")
+    names = text.split("/")
+    if len(names) > 2:
+        raise ConfigError(f"quant_policy {policy!r} has {len(names)} parts; expected one, or K/V as in int8/int4")
+    sides = [_side(names[0], 0, policy), _side(names[-1], 1, policy)]
+    found = QuantPolicy(*sides, _layers(layers, policy) if at else ())
+    if found.kept and not found.quantised:
+        raise ConfigError(f"quant_policy {policy!r} keeps layers unquantised of a cache that is; use none")
     return found
+
+
+def _side(text: str, which: int, policy: str) -> Side:
+    name, colon, scales = (part.strip() for part in text.partition(":"))
+    if name.isdigit() and len(name) < 4:
+        name = _NUMBERS.get(int(name), name)
+    name = _ALIASES.get(name, name)
+    if name not in _STORED:
+        raise _unknown(policy, name)
+    storage = _STORED[name][which]
+    if not colon:
+        return Side(storage)
+    if not storage.float8:
+        raise ConfigError(
+            f"quant_policy {policy!r} gives {name} scales ({scales!r}); only fp8_e4m3 and fp8_e5m2 take any: use {name}"
+        )
+    if scales not in SCALES:
+        raise ConfigError(f"quant_policy {policy!r} asks for scales {scales!r}; expected one of {', '.join(SCALES)}")
+    if scales == "checkpoint" and name != "fp8_e4m3":
+        raise ConfigError(f"quant_policy {policy!r}: a checkpoint's scales are those of E4M3; use fp8_e4m3:checkpoint")
+    return Side(storage, scales)
+
+
+def _layers(text: str, policy: str) -> tuple[int, ...]:
+    if not re.fullmatch(r"[0-9]{1,4}(\+[0-9]{1,4})*", text):
+        raise ConfigError(f"quant_policy {policy!r} keeps layers {text!r}; expected their numbers, as in int8@3+7")
+    return tuple(sorted({int(part) for part in text.split("+")}))
+
+
+def _unknown(policy: object, name: object = None) -> ConfigError:
+    known = ", ".join(f"{each} ({number})" for number, each in _NUMBERS.items())
+    part = f" (its part {name!r})" if name is not None and name != policy else ""
+    hint = "; vLLM's turboquant_* store other codes and are not among them" if "turboquant_" in str(policy) else ""
+    return ConfigError(
+        f"unknown quant_policy {policy!r}{part}; expected one of {known}, or an alias: {', '.join(_ALIASES)}; or "
+        f"{GRAMMAR.removeprefix('a name, ')}{hint}"
+    )
+
+
+def _side_words(side: Side, which: str) -> str:
+    words = _WORDS[side.storage.name]["KV".index(which)]
+    return f"{words}, {_SCALE_WORDS[side.scales]}" if side.storage.float8 else words

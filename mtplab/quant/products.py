@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mtplab.quant.block import ScaledTensor
+from mtplab.quant.block import ScaledTensor, Unread
 from mtplab.quant.cpu_products import packed_product
 from mtplab.quant.fp8_products import Fp8Gemm, Fp8Product, Fp8ScaledGemm, uses_kernels
 from mtplab.quant.rounding import BY_GROUP, Rounding, by_group
@@ -74,7 +74,10 @@ class DenseProduct:
 
 
 def make_product(
-    weights: list[Tensor | ScaledTensor], dtype: torch.dtype, device: torch.device, rounding: Rounding | None = None
+    weights: list[Tensor | ScaledTensor | Unread],
+    dtype: torch.dtype,
+    device: torch.device,
+    rounding: Rounding | None = None,
 ) -> Product:
     """The product with these weights one below the other, computed in `dtype` on `device`; `rounding`: x in FP8 too."""
     if all(isinstance(w, ScaledTensor) for w in weights):
@@ -93,8 +96,30 @@ def _rounded(product: Product, rounding: Rounding | None) -> Product:
     return RoundedProduct(product, rounding) if rounding is not None else product
 
 
-def _dense(weights: list[Tensor | ScaledTensor], dtype: torch.dtype, device: torch.device) -> Product:
-    dense = [(w.dequantize(dtype) if isinstance(w, ScaledTensor) else w.to(dtype)).to(device) for w in weights]
-    weight = torch.cat(dense) if len(dense) > 1 else dense[0]
-    packed = packed_product(weight) if device.type == "cpu" and dtype == torch.float32 else None
+def keeps_codes(device: torch.device) -> bool:
+    """Whether FP8 weights stay FP8 in memory; elsewhere their values are what is held."""
+    return device.type != "cpu" or uses_kernels(device)
+
+
+def _dense(weights: list[Tensor | ScaledTensor | Unread], dtype: torch.dtype, device: torch.device) -> Product:
+    weight, own = _joined(weights, dtype, device)
+    packed = packed_product(weight, own) if device.type == "cpu" and dtype == torch.float32 else None
     return packed or DenseProduct(weight)
+
+
+def _joined(
+    weights: list[Tensor | ScaledTensor | Unread], dtype: torch.dtype, device: torch.device
+) -> tuple[Tensor, bool]:
+    """Values [n, k], one weight below the other, each written once to where it stays; and whether nobody else has them.
+    Peak memory is that of the result."""
+    first = weights[0]
+    if len(weights) == 1 and isinstance(first, Tensor):
+        weight = first.to(dtype).to(device)
+        return weight, weight is not first
+    out = torch.empty(sum(w.shape[0] for w in weights), first.shape[1], dtype=dtype, device=device)
+    for w, rows in zip(weights, out.split([w.shape[0] for w in weights]), strict=True):
+        if isinstance(w, Unread):
+            w.fill(rows)
+        else:
+            rows.copy_(w.dequantize(dtype) if isinstance(w, ScaledTensor) else w)
+    return out, True

@@ -17,6 +17,7 @@ _WHERE = {
     "checkpoint_map": "maps",
     "bytes_by_part": "maps",
     "SweepExplorer": "explorer",
+    "ModuleTree": "module_tree",
     "Panel": "panels",
     "SweepPanel": "sweep_panel",
     "CheckpointPanel": "checkpoint_panel",
@@ -26,6 +27,7 @@ _WHERE = {
     "sensitivity_bars": "exclusion_figures",
     "sensitivity_table": "exclusion_figures",
     "estimate_check": "exclusion_figures",
+    "estimate_table": "exclusion_figures",
     "AdvisePanel": "advise_panel",
     "speedup_by_depth": "advise_figures",
     "best_depth_map": "advise_figures",
@@ -43,6 +45,11 @@ _WHERE = {
     "size_against": "tables",
     "NotebookProgress": "progress",
     "render_report": "html",
+    "compare": "comparison",
+    "Comparison": "comparison",
+    "differences_by_depth": "comparison_figure",
+    "write_comparison": "comparison_page",
+    "write_results": "results_page",
     "resolve_path": "paths",
 }
 

@@ -68,7 +68,8 @@ class AdvisePanel(Panel):
             "weights": choice("Weights", list(WEIGHTS), "fp8"),
             "gpu": choice("GPU", list(GPUS), "H200 SXM"),
             "tp": choice("GPUs that share a layer", [1, 2, 4, 8, 16], 1),
-            "cache": choice("KV cache", list(POLICIES), "none"),
+            # the cost model knows bytes, and nothing of a rotation's time
+            "cache": choice("KV cache", [name for name in POLICIES if name != "turboquant"], "none"),
             "batch": choice("Batch", BATCHES, 8),
             "context": choice("Context", CONTEXTS, 4096),
             "curve": choice("Acceptance", curves, curves[-1][1]),

@@ -15,6 +15,7 @@ from mtplab.report.rows import Record, as_records, at_temperature, setting_words
 from mtplab.report.text import escape, human_bytes
 from mtplab.study.hint import faint_draft
 from mtplab.study.interval import change_error
+from mtplab.study.soundness import CRITERION, kl_words, sentences
 from mtplab.study.speed import BATCH, ODD, costs
 from mtplab.study.words import cache_words
 
@@ -50,8 +51,9 @@ class Conclusion:
         self._compared: list[bool] = []  # of each comparison, whether chance explains it
         # what a round takes against what it gives, and the depths that are fastest, on this machine at each batch
         times = (self._time_of(self.records), self._time_of(self._other_batch))
-        parts = (self._faint(), self._length(), *times, self._odd(), self._cache(), self._exclusions())
-        self.sentences = [sentence for sentence in (*parts, self._chance()) if sentence]
+        judged = (*self._broken(), self._faint(), self._length(), self._quality())
+        parts = (*judged, *times, self._odd(), self._cache(), self._exclusions(), self._chance())
+        self.sentences = [sentence for sentence in parts if sentence]
 
     def _line(self, exclude: str, policy: str) -> dict[int, Record]:
         return {
@@ -60,6 +62,21 @@ class Conclusion:
 
     def _reference_line(self) -> dict[int, Record]:
         return self._line(*self.reference) if self.reference else {}
+
+    def _broken(self) -> list[str]:
+        """High acceptance over a broken target is no finding about drafts."""
+        told = sentences(self.records)
+        return [*told, f"{CRITERION}."] if told else []
+
+    def _quality(self) -> str:
+        """What each setting's target is worth beside the unquantised one."""
+        judged = {(r["weights_label"], r["policy_label"]): r for r in self.records if r.get("kl") is not None}
+        changed = [r for r in judged.values() if r["kl"] > 0 or r.get("kl_error")]
+        if not changed:
+            return ""
+        least, most = (pick(changed, key=lambda r: r["kl"]) for pick in (min, max))
+        said = f"What quantisation costs the target itself, in KL from the unquantised one: {_kl(least)}"
+        return f"{said}." if most is least else f"{said} at least, {_kl(most)} at most."
 
     def _faint(self) -> str:
         """A draft that is hardly ever right is no finding about depth: something is wrong with it."""
@@ -190,6 +207,13 @@ def _signed(change: float) -> str:
 
 def _prompts(record: Record) -> str:
     return f"{record['n_prompts']} prompt{'s' if record['n_prompts'] > 1 else ''} × {record['max_new_tokens']} tokens"
+
+
+def _kl(record: Record) -> str:
+    setting = f"{record['weights_label']}, KV cache {record['policy_label']}"
+    share = record.get("top1_agreement")
+    top1 = "" if share is None else f"; the same likeliest token at {100 * share:.1f} % of positions"
+    return f"{kl_words(record).replace('±', '± ')} millinats per token ({setting}{top1})"
 
 
 def _machine(record: Record) -> str:

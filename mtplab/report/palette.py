@@ -18,13 +18,14 @@ ORANGE, SKY, YELLOW, BLACK = "#E69F00", "#56B4E9", "#F0E442", "#000000"
 #: Order in which series take colours; yellow is left out, for it vanishes on white paper.
 SERIES = (BLUE, VERMILLION, GREEN, PURPLE, ORANGE, SKY, "#6B6B6B")
 
-#: The five cache policies keep their colour in every figure, whichever of them a study has.
+#: The cache policies that are named alone keep their colour in every figure, whichever of them a study has.
 POLICY_COLOURS = {
     "unquantised": BLUE,
     "int8": VERMILLION,
     "int4": GREEN,
     "fp8_e4m3": PURPLE,
     "fp8_e5m2": ORANGE,
+    "turboquant": SKY,
 }
 
 #: Storage dtypes: dark blue for what keeps 16 bits, orange for FP8, grey for float32.

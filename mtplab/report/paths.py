@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from mtplab.checkpoint.hub import hub_hint, is_hub_name, resolve_hub
 from mtplab.errors import ConfigError
 
 __all__ = ["project_root", "resolve_path"]
@@ -27,12 +28,15 @@ def resolve_path(path: str | Path, must_exist: bool = True) -> Path:
     """`path` as it stands if it is absolute or exists here; otherwise below the root of the checkout.
 
     Args:
-        path: file or folder; `~` is expanded.
+        path: file or folder; `~` is expanded. `hf://org/name` is that model's folder in the Hugging Face cache.
         must_exist: False for a folder that is to be made; it then lies below the checkout's root.
 
     Raises:
         ConfigError: nothing is there, neither here nor below the root.
+        CheckpointError: a model on the hub that is not in the cache and cannot be fetched.
     """
+    if is_hub_name(path):
+        return resolve_hub(path)
     given = Path(path).expanduser()
     if given.is_absolute() or given.exists():
         if must_exist and not given.exists():
@@ -44,4 +48,4 @@ def resolve_path(path: str | Path, must_exist: bool = True) -> Path:
     if not must_exist:
         return given.resolve()
     tried = [str(Path.cwd() / given)] + ([str(root / given)] if root else [])
-    raise ConfigError(f"{given} does not exist; looked for {' and '.join(tried)}")
+    raise ConfigError(f"{given} does not exist; looked for {' and '.join(tried)}.{hub_hint(given)}")

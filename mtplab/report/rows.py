@@ -11,6 +11,7 @@ from typing import Any
 
 from mtplab.errors import ConfigError
 from mtplab.study.interval import length_error
+from mtplab.study.soundness import faults
 from mtplab.study.speed import odd_timings
 from mtplab.study.words import cache_words, weights_words
 
@@ -28,16 +29,19 @@ __all__ = [
 Record = dict[str, Any]
 
 #: What is added to a row for display, and left out where rows are taken home.
-LABELS = ("policy_label", "weights_label", "series", "length_error", "domain_errors", "odd_timing")
+LABELS = ("policy_label", "weights_label", "series", "length_error", "domain_errors", "odd_timing", "target_fault")
 
 _TELLING = ("method", "prompt_set", "seed", "top_k", "top_p")
+
 
 def as_records(rows: Any) -> list[Record]:
     """Every row as a dict with a key more for each of `LABELS`.
 
+    A dict's `source`, the file it came from, begins its line's name where there are several.
     `policy_label`, `weights_label` and `series` name its line; `length_error` is the ± of its acceptance length, with
     `domain_errors` by domain (None where it cannot be told); `odd_timing` says how many times slower than the other
-    rows its rounds were, where that is so much that the machine must have been busy.
+    rows its rounds were, where that is so much that the machine must have been busy; `target_fault` why its target is
+    broken, where it is.
 
     Args:
         rows: a sweep's result (anything with `.rows`), or an iterable of rows (pydantic models or mappings).
@@ -56,18 +60,24 @@ def as_records(rows: Any) -> list[Record]:
                 "give rows of mtplab.sweep or dicts with the same fields"
             )
         records.append(record)
-    several = len({_origin(record) for record in records}) > 1
     # what else tells two lines of this study apart goes into the label, or they would be drawn as one
-    also = [key for key in _TELLING if len({str(record.get(key)) for record in records}) > 1]
+    files: dict[Any, list[Record]] = {}
+    for record in records:
+        files.setdefault(record.get("source"), []).append(record)
+    several = any(len({_origin(record) for record in found}) > 1 for found in files.values())
+    also = [key for key in _TELLING if any(len({str(r.get(key)) for r in found}) > 1 for found in files.values())]
     for record in records:
         record["policy_label"] = policy_label(record)
         told = [_told(key, record.get(key)) for key in also]
-        record["weights_label"] = " · ".join([weights_label(record, with_origin=several), *told])
+        file = [str(record["source"])] if len(files) > 1 else []
+        record["weights_label"] = " · ".join([*file, weights_label(record, with_origin=several), *told])
         record["series"] = f"{record['weights_label']} · {record['policy_label']} cache"
         record["length_error"] = length_error(record)
         record["domain_errors"] = {name: length_error(record, name) for name in record.get("by_domain") or {}}
     for record, odd in zip(records, odd_timings(records), strict=True):
         record["odd_timing"] = odd
+    for record, fault in zip(records, faults(records), strict=True):
+        record["target_fault"] = fault
     return records
 
 

@@ -18,6 +18,7 @@ import ipywidgets as widgets
 
 from mtplab.errors import ConfigError
 from mtplab.report.figures import acceptance_by_depth
+from mtplab.report.module_tree import ModuleTree
 from mtplab.report.panels import Panel, Progress
 from mtplab.report.tables import acceptance_table
 from mtplab.report.text import plain
@@ -58,7 +59,9 @@ class SweepPanel(Panel):
         depths: lowest and highest depth to start with, 0 … 16.
         exclude: preset exclusion sets that are ticked to start with, from "published", "none", "mtp.*".
         policies: cache policies offered, in this order; the first one is chosen.
-        modules: globs offered for an exclusion set of one's own; read from the plan of `checkpoint` when None.
+        modules: globs offered for an exclusion set of one's own; all of the checkpoint's modules, as a tree, when None.
+        recommended: names and globs that the tree's preset chooses, `found.exclude` of a search say; when None, what
+            one engine or another builds in BF16 whatever a list says.
         prompts: whatever `mtplab.sweep` takes; None for the bundled prompts, which are offered by domain.
         domains: names of the domains among the prompts, offered one by one.
         model_format: "fp8" to quantise a BF16 checkpoint as it is loaded.
@@ -76,8 +79,9 @@ class SweepPanel(Panel):
         *,
         depths: tuple[int, int] = (0, 6),
         exclude: Sequence[str] = ("published",),
-        policies: Sequence[str] = ("none", "int8", "int4", "fp8_e4m3", "fp8_e5m2"),
+        policies: Sequence[str] = ("none", "int8", "int4", "fp8_e4m3", "fp8_e5m2", "turboquant"),
         modules: Sequence[str] | None = None,
+        recommended: Sequence[str] | None = None,
         prompts: Any = None,
         domains: Sequence[str] = (),
         max_new_tokens: int = 48,
@@ -90,9 +94,7 @@ class SweepPanel(Panel):
         self.prompts, self.results, self.model_format = prompts, results, model_format
         self._sweep, self._options = sweep, options
         self._start = (depths, tuple(exclude), tuple(policies), tuple(domains), max_new_tokens)
-        if modules is None:
-            modules = module_globs(_plan_of(checkpoint))
-        self._modules = list(modules)
+        self._modules, self._recommended = modules, recommended
         self._last_draw = 0.0
         super().__init__()
 
@@ -108,13 +110,7 @@ class SweepPanel(Panel):
                 )
                 for name in PRESETS
             },
-            "modules": widgets.SelectMultiple(
-                options=[(plain(glob), glob) for glob in self._modules],
-                description="Also keep out",
-                rows=6,
-                style=_LABEL,
-                layout=widgets.Layout(**_CHILD),
-            ),
+            "modules": self._module_input(),
             "policies": widgets.SelectMultiple(
                 options=policies,
                 value=policies[:1],
@@ -159,6 +155,21 @@ class SweepPanel(Panel):
             ),
         }
 
+    def _module_input(self) -> widgets.Widget:
+        """What chooses an exclusion set of one's own: `value` holds names and globs."""
+        if self._modules is None:
+            plan, recommended, why = _plan_of(self.checkpoint), self._recommended, "what the search found"
+            if recommended is None:
+                recommended, why = _portable(self.checkpoint), "what engines build in BF16 whatever a list says"
+            return ModuleTree(plan, recommended, why, title="Also keep out")
+        return widgets.SelectMultiple(
+            options=[(plain(glob), glob) for glob in self._modules],
+            description="Also keep out",
+            rows=6,
+            style=_LABEL,
+            layout=widgets.Layout(**_CHILD),
+        )
+
     def layout(self) -> widgets.Widget:
         w = self._widgets
         label = widgets.HTML(
@@ -169,7 +180,7 @@ class SweepPanel(Panel):
         presets = widgets.Box(
             [label, *(w[f"preset {name}"] for name in PRESETS)], layout=widgets.Layout(**wrap, grid_gap="0 14px")
         )
-        left = [w["depths"], presets, w["modules"], w["temperature"]]
+        left = [w["depths"], w["temperature"], presets, w["modules"]]
         right = [w["policies"], w["draft_policy"], w["new_tokens"], w["prompts"], w["text"]]
         columns = [widgets.VBox(side, layout=widgets.Layout(**_COLUMN)) for side in (left, right)]
         inputs = widgets.Box(columns, layout=widgets.Layout(**wrap, align_items="flex-start", grid_gap="4px 18px"))
@@ -252,9 +263,27 @@ def _preset(name: str) -> Any:
 
 
 def _plan_of(checkpoint: Any) -> Any:
-    plan = getattr(checkpoint, "plan", None)
-    if plan is None:
-        from mtplab.checkpoint import open_checkpoint
+    return _opened(checkpoint).plan()
 
-        plan = open_checkpoint(checkpoint).plan
-    return plan() if callable(plan) else plan
+
+def _opened(checkpoint: Any) -> Any:
+    """The checkpoint itself, of a path or of a loaded model."""
+    checkpoint = getattr(checkpoint, "checkpoint", checkpoint)
+    if callable(getattr(checkpoint, "plan", None)):
+        return checkpoint
+    from mtplab.checkpoint import open_checkpoint
+
+    return open_checkpoint(checkpoint)
+
+
+def _portable(checkpoint: Any) -> Callable[[], list[str]]:
+    """Modules that must stay BF16 for every engine to load what is written; looked for when it is asked for."""
+
+    def names() -> list[str]:
+        from mtplab.checkpoint.convert.foresee import never_fp8_anywhere
+
+        opened = _opened(checkpoint)
+        # of a quantised one that is what its own file holds in BF16, which stays so
+        return [] if opened.quantization is not None else never_fp8_anywhere(opened)
+
+    return names

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mtplab.errors import ConfigError
-from mtplab.study.interval import jackknife
+from mtplab.study.interval import jackknife, without_one
 from mtplab.study.renewal import Counts, expected_counts
 
 if TYPE_CHECKING:
@@ -162,14 +162,21 @@ class Acceptance:
                     "acceptance_length": stats.acceptance_length,
                     "half_interval": self.interval(depth),
                     "few": self.few,
+                    "approximate": self.approximate,
                     "per_position": stats.per_position,
                     "conditional": stats.conditional,
                 }
             )
         return found
 
+    @property
+    def approximate(self) -> bool:
+        """Whether the traced output was given, and is not the target's own (`Trace.approximate`)."""
+        return self.trace.approximate
+
     def __repr__(self) -> str:
-        return f"<Acceptance: {len(self._slots)} prompts, depths 0 to {self.trace.max_depth}>"
+        said = ", approximate: the output was given" if self.approximate else ""
+        return f"<Acceptance: {len(self._slots)} prompts, depths 0 to {self.trace.max_depth}{said}>"
 
     def _repr_html_(self) -> str:
         names = ["depth", "rounds", "tokens", "tokens per round", "± (95 %)"]
@@ -196,11 +203,18 @@ class Acceptance:
         )
 
     def _caution(self) -> str:
-        """What to know of the intervals; empty where there are prompts enough."""
-        n = len(self._slots)
+        """What to know of the numbers; empty where there are prompts enough and the output is the target's own."""
+        n, said = len(self._slots), []
+        if self.approximate:
+            own = self.trace.settings["given"]["agreement"]
+            said.append(
+                f"approximate: of an output that was given, {100 * own:.1f} % of whose tokens are the target's own"
+            )
         if n < 2:
-            return "one prompt only: nothing says how far another would be off"
-        return f"over {n} prompts only: the intervals are rough" if self.few else ""
+            said.append("one prompt only: nothing says how far another would be off")
+        elif self.few:
+            said.append(f"over {n} prompts only: the intervals are rough")
+        return "; ".join(said)
 
     def __str__(self) -> str:
         lines = ["depth  rounds  tokens  length  ± 95 %"]
@@ -233,6 +247,4 @@ def _stats(counts: Counts, depth: int, expected: bool) -> list[AcceptanceStats]:
 
 
 def _half_width(counts: Counts) -> float | None:
-    tokens, rounds = counts.emitted, counts.rounds
-    with np.errstate(invalid="ignore", divide="ignore"):
-        return jackknife((tokens.sum() - tokens) / (rounds.sum() - rounds))
+    return jackknife(without_one(counts.emitted, counts.rounds))

@@ -16,7 +16,6 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from mtplab.errors import ConfigError
-from mtplab.quant.policy import resolve_policy
 from mtplab.study.gpus import Gpu
 from mtplab.study.model_sizes import Attention, Format, ModelSizes, Weights
 
@@ -89,7 +88,7 @@ class Setting:
 
     def __post_init__(self) -> None:
         _whole("tp", self.tp, 1, MOST_RANKS)
-        resolve_policy(self.cache)
+        self.sizes.attention.cache_bytes(self.cache)  # which checks it
         if self.sizes.attention.heads % self.tp:
             raise ConfigError(
                 f"tp is {self.tp}; expected a divisor of the {self.sizes.attention.heads} attention heads of "

@@ -19,7 +19,7 @@ from mtplab.study.exclusion_meter import Change, ExclusionMeter, Measured, kl_ch
 from mtplab.study.module_groups import ModuleGroup
 from mtplab.study.sensitivity import Sensitivity, sensitivity
 
-__all__ = ["Better", "Confirmed", "ExclusionSearch", "search_exclusions"]
+__all__ = ["Better", "Confirmed", "ExclusionSearch", "check_search", "search_exclusions"]
 
 _Groups = frozenset[ModuleGroup]
 # changes of one group for a smaller that are tried on a set, smallest first: of hundreds of groups there are thousands
@@ -236,15 +236,20 @@ def search_exclusions(
 
     Raises ConfigError for budgets out of range, Cancelled as the meter does; what was measured is kept.
     """
+    check_search(al_budget, kl_budget, width, steps)
+    found = sensitivity(meter, progress)
+    done = _Search(meter, found, al_budget, kl_budget, width, steps, progress).go()
+    return done if confirm is None else replace(done, confirmed=_confirm(done, confirm, progress))
+
+
+def check_search(al_budget: float, kl_budget: float, width: int = 2, steps: int | None = None) -> None:
+    """Raises ConfigError for what `search_exclusions` refuses; to be asked before a model is loaded for it."""
     for name, value, top in (("al_budget", al_budget, 1.0), ("kl_budget", kl_budget, float("inf"))):
         if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value <= top:
             raise ConfigError(f"{name} is {value!r:.60}; expected a number from 0 to {top:g}")
     for name, count in (("width", width), ("steps", 1 if steps is None else steps)):
         if type(count) is not int or count < 1:
             raise ConfigError(f"{name} is {count!r:.60}; expected a whole number of at least 1")
-    found = sensitivity(meter, progress)
-    done = _Search(meter, found, al_budget, kl_budget, width, steps, progress).go()
-    return done if confirm is None else replace(done, confirmed=_confirm(done, confirm, progress))
 
 
 def _confirm(done: ExclusionSearch, meter: ExclusionMeter, progress: Any) -> Confirmed:

@@ -11,14 +11,15 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from mtplab.checkpoint.config_json import stored_dtype
+from mtplab.checkpoint.config_json import stored_dtype, text_config
 from mtplab.config import MAX_DEPTH, EngineConfig, SamplingConfig, SpecConfig
 from mtplab.errors import ConfigError, not_text, printable
 from mtplab.quant.policy import resolve_policy
 from mtplab.study.identity import checkpoint_folder, checkpoint_identity
 from mtplab.study.point import DRAFT_SETTINGS, PointConfig, excluded_modules, plan_digest
 from mtplab.study.producer import Labels
-from mtplab.study.prompts import PromptSet, load_prompts, tokenizer_encoder
+from mtplab.study.prompts import PromptSet, calibration_ids, load_prompts, tokenizer_encoder
+from mtplab.study.target_quality import QualityTask
 from mtplab.study.worker import Unit, Variant
 
 __all__ = [
@@ -91,6 +92,9 @@ def build_units(
     temperature: Any,
     encode: Callable[[str], list[int]] | None = None,
     method: Literal["run", "trace"] = "run",
+    quality: bool = False,
+    reference: Any = None,
+    calibration: Any = None,
 ) -> list[Unit]:
     """The product of all axes, slowest first: exclusions, prompts, temperature, policy, draft's policy.
 
@@ -100,7 +104,11 @@ def build_units(
             means "as the target's", point by point.
         quant_policy, draft_quant_policy: sequences of names or numbers; `draft_quant_policy` None likewise.
         encode: text to ids; by default the tokenizer beside the checkpoint.
+        calibration: texts for calibrated policies, the bundled prompts if None.
         method: what produces the rows; a model without a draft has nothing to trace and is run.
+        quality: whether targets are to be judged beside the drafts.
+        reference: the open, unquantised checkpoint that they are compared with; None takes `checkpoint` itself where
+            it is unquantised, and else there is none.
 
     Raises:
         ConfigError, CheckpointError: as found at the edge, before anything runs.
@@ -114,8 +122,11 @@ def build_units(
     draft_policies = None
     if draft_quant_policy is not None:
         draft_policies = _policies("draft_quant_policy", draft_quant_policy)
+    asked = [*policies, *(draft_policies or [])]
+    texts = calibration_ids(asked, lambda text: (encode or tokenizer_encoder(folder))(text), calibration)
     temperatures = _distinct(_temperature(t) for t in axis("temperature", temperature))
     engine, spec, sampling = settings.engine, settings.spec, settings.sampling
+    judge = _judge(checkpoint, identity, engine, reference) if quality else None
     device = engine.device.split(":")[0]
     units = []
     for target_set, draft_set in _exclusions(exclude, draft_exclude):
@@ -123,7 +134,7 @@ def build_units(
             target_set = engine.exclude
             if draft_set is None and spec.exclude != engine.exclude:
                 draft_set = spec.exclude
-        variant, plan = _variant(checkpoint, engine, target_set, draft_set)
+        variant, plan = _variant(checkpoint, identity, engine, target_set, draft_set)
         target_plan = plan_digest(module for module in plan.modules if module.part != "draft")
         quantised = variant.model_format is not None or checkpoint.quantization is not None
         label = exclude_label(target_set, quantised)
@@ -133,7 +144,7 @@ def build_units(
         converts = checkpoint.quantization is None and any(module.weight == "fp8" for module in plan.modules)
         rounds = any(module.activation == "fp8" for module in plan.modules)
         for (prompts, ids), degree, policy in itertools.product(encoded, temperatures, policies):
-            for draft_policy in draft_policies or [policy]:
+            for draft_policy in draft_policies or [resolve_policy(policy).everywhere.name]:
                 config = PointConfig(
                     method=method if any(module.part == "draft" for module in plan.modules) else "run",
                     checkpoint=identity,
@@ -153,6 +164,7 @@ def build_units(
                     **spec.model_dump(include=set(DRAFT_SETTINGS)),
                     prompts=ids,
                     domains=tuple(prompt.domain for prompt in prompts.prompts),
+                    calibration=texts,
                 )
                 labels = Labels(
                     checkpoint=printable(folder.resolve().name),
@@ -162,8 +174,45 @@ def build_units(
                     prompt_set=prompts.label,
                     remark=remark,
                 )
-                units.append(Unit(config, variant, labels, depths, config.target_hash(target_plan)))
+                task = None if judge is None else judge(config, target_plan)
+                units.append(Unit(config, variant, labels, depths, config.target_hash(target_plan), task))
     return units
+
+
+def _judge(
+    checkpoint: Any, identity: str, engine: EngineConfig, reference: Any
+) -> Callable[[PointConfig, str], QualityTask]:
+    """What a point's target is compared with, and on which text. Raises ConfigError for a reference that is none."""
+    if reference is None and checkpoint.quantization is not None:
+        note = "no unquantised reference: give the BF16 checkpoint (--reference PATH, reference= in Python)"
+        return lambda config, plan: QualityTask(config.quality_hash(plan, None), note=note)
+    if reference is not None:
+        _check_reference(reference, checkpoint)
+        identity = checkpoint_identity(reference)
+    plain = engine.model_copy(update={"exclude": None, "model_format": None})
+    variant, _ = _variant(reference or checkpoint, identity, plain, None, None)
+
+    def task(config: PointConfig, plan: str) -> QualityTask:
+        texts = config.texts_hash(identity)
+        return QualityTask(config.quality_hash(plan, texts), texts, variant, identity)
+
+    return task
+
+
+def _check_reference(reference: Any, checkpoint: Any) -> None:
+    path = reference.path
+    if reference.quantization is not None:
+        raise ConfigError(
+            f"the reference {path} is quantised; expected the checkpoint in BF16, F16 or F32 that the other was made "
+            "of. Dequantised values hide what quantisation cost"
+        )
+    theirs, mine = text_config(reference.config), text_config(checkpoint.config)
+    for key in ("vocab_size", "hidden_size", "num_hidden_layers"):
+        if theirs.get(key) != mine.get(key):
+            raise ConfigError(
+                f"the reference {path} has {key} {theirs.get(key)!r:.40}, the checkpoint {mine.get(key)!r:.40}; "
+                "expected the same model, unquantised"
+            )
 
 
 def weight_format(checkpoint: Any, model_format: str | None, exclude: Any, draft_exclude: Any = None) -> str | None:
@@ -208,7 +257,9 @@ def _exclusion(name: str, item: Any) -> str | tuple[str, ...] | None:
     return globs or "none"
 
 
-def _variant(checkpoint: Any, engine: EngineConfig, exclude: Any, draft_exclude: Any) -> tuple[Variant, Any]:
+def _variant(
+    checkpoint: Any, identity: str, engine: EngineConfig, exclude: Any, draft_exclude: Any
+) -> tuple[Variant, Any]:
     """The weights to load for a pair of exclusion sets, and their plan."""
     model_format = weight_format(checkpoint, engine.model_format, exclude, draft_exclude)
     variant = Variant(
@@ -224,8 +275,9 @@ def _variant(checkpoint: Any, engine: EngineConfig, exclude: Any, draft_exclude:
     )
     weights = ("exclude", "draft_exclude", "model_format")
     plan = checkpoint.plan(**{k: v for k, v in variant.arguments().items() if k in weights})
-    key = f"{plan_digest(plan.modules)} {engine.device} {engine.dtype} {engine.activation_rounding} {engine.exact}"
-    return replace(variant, key=key), plan
+    # the checkpoint too: a worker may keep a model from another sweep, of other weights under the same plan
+    arithmetic = f"{engine.device} {engine.dtype} {engine.activation_rounding} {engine.exact}"
+    return replace(variant, key=f"{identity} {plan_digest(plan.modules)} {arithmetic}"), plan
 
 
 def exclusion_remark(checkpoint: Any, plan: Any, *exclusions: Any) -> str | None:

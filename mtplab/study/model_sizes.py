@@ -48,11 +48,22 @@ class Attention:
         }
 
     def cache_bytes(self, policy: str, tp: int = 1) -> float:
-        """Bytes of one token's K and V in one layer on one of `tp` ranks, scales included."""
+        """Bytes of one token's K and V in one layer on one of `tp` ranks, scales included. Raises ConfigError for a
+        policy whose layers differ, or that latent attention, which keeps one row for K and V, cannot have."""
         found = resolve_policy(policy)
+        if found.kept:
+            raise ConfigError(
+                f"quant_policy {found.name} keeps layers unquantised, and here every layer counts alike; use "
+                f"{found.everywhere.name}"
+            )
         if self.kv_lora:
-            bits = 16 if found.bits is None else found.bits
-            return (self.kv_lora + self.rope) * bits / 8 + 2 * found.meta
+            storage = found.k.storage
+            if not found.one_storage:
+                raise ConfigError(
+                    f"quant_policy {found.name} stores K and V apart, and latent attention keeps one row for both; use "
+                    "int8, int4 or fp8"
+                )
+            return (self.kv_lora + self.rope) * (storage.bits or 16) / 8 + 2 * storage.meta
         return found.bytes_per_token(-(-self.kv_heads // tp), self.head_dim, 2)
 
     def operations(self, context: float) -> float:

@@ -18,10 +18,24 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from mtplab.config import SamplingConfig
 
-__all__ = ["DRAFT_SETTINGS", "POINT_SCHEMA", "PointConfig", "canonical_json", "excluded_modules", "plan_digest"]
+__all__ = [
+    "DRAFT_SETTINGS",
+    "POINT_SCHEMA",
+    "QUALITY_SCHEMA",
+    "TEXT_SEED",
+    "PointConfig",
+    "canonical_json",
+    "excluded_modules",
+    "plan_digest",
+]
 
 # raise it when the same settings would give other numbers, so that old results are not taken for new ones
 POINT_SCHEMA = 1
+
+# likewise for what is measured of targets; the seed is that of the texts which references write
+QUALITY_SCHEMA = 1
+TEXT_SEED = 0
+_ARITHMETIC = {"exact", "device", "dtype"}
 
 # of `SpecConfig`, what a run is told beside the depth and the cache policy
 DRAFT_SETTINGS = ("draft_sampling", "target_hidden", "draft_hidden")
@@ -39,7 +53,8 @@ class PointConfig(BaseModel):
     """Everything that decides a point's numbers at a given depth, resolved.
 
     `plan` digests (module, weight, activation) over all modules, `excluded` and `draft_excluded` are the
-    linear modules that the plan keeps out of W8A8, by their names on disk. `device` is a kind (`cpu`,
+    linear modules that the plan keeps out of W8A8, by their names on disk. `calibration` holds the ids of the texts
+    that calibrated cache policies take their scales from, None where neither policy is. `device` is a kind (`cpu`,
     `cuda`), not an index, `dtype` what is computed in. `prompts` and `domains` run in parallel.
     """
 
@@ -69,6 +84,7 @@ class PointConfig(BaseModel):
     ignore_eos: bool
     prompts: tuple[tuple[int, ...], ...]
     domains: tuple[str, ...]
+    calibration: tuple[tuple[int, ...], ...] | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -81,6 +97,8 @@ class PointConfig(BaseModel):
             idle |= {"top_k": 0, "top_p": 1.0, "seed": 0, "draft_sampling": "greedy"}
         if (given.get("device"), given.get("dtype")) != ("cpu", "float32"):
             idle["exact"] = False  # as `Model.can_be_exact` has it
+        if not any(_calibrated(given.get(name)) for name in ("quant_policy", "draft_quant_policy")):
+            idle["calibration"] = None
         return {**given, **idle}
 
     @model_validator(mode="after")
@@ -91,7 +109,7 @@ class PointConfig(BaseModel):
 
     def canonical(self) -> str:
         """Canonical JSON: sorted keys, no spaces, ASCII."""
-        return canonical_json(self.model_dump(mode="json"))
+        return canonical_json(_without_idle(self.model_dump(mode="json")))
 
     def hash(self) -> str:
         """SHA-256 of the canonical JSON, 64 hex digits."""
@@ -99,18 +117,52 @@ class PointConfig(BaseModel):
 
     def run_arguments(self) -> dict[str, Any]:
         """Keyword arguments of `generate` beside the model, the prompts and the depth."""
-        return {name: getattr(self, name) for name in _RUN}
+        texts = {} if self.calibration is None else {"calibration": [list(ids) for ids in self.calibration]}
+        return {name: getattr(self, name) for name in _RUN} | texts
 
     def target_hash(self, target_plan: str) -> str:
         """SHA-256 of what decides the target's output and what a draft reads of it: points that agree on it differ in
         their drafts only. `target_plan` digests what the plan makes of every module but the draft's."""
-        deciding = self.model_dump(mode="json", exclude=_DRAFT_ONLY) | {"target_plan": target_plan}
+        own = set() if _calibrated(self.quant_policy) else {"calibration"}
+        deciding = _without_idle(self.model_dump(mode="json", exclude=_DRAFT_ONLY | own)) | {"target_plan": target_plan}
         return hashlib.sha256(canonical_json(deciding).encode("ascii")).hexdigest()
 
+    def texts_hash(self, reference: str) -> str:
+        """SHA-256 of what decides the texts that an unquantised checkpoint of this content hash writes from the
+        point's prompts. Neither the temperature nor the cache of the point does."""
+        deciding = self.model_dump(mode="json", include={*_ARITHMETIC, "prompts", "max_new_tokens"})
+        facts = deciding | {"quality_schema": QUALITY_SCHEMA, "seed": TEXT_SEED, "reference": reference}
+        return hashlib.sha256(canonical_json(facts).encode("ascii")).hexdigest()
+
+    def quality_hash(self, target_plan: str, texts: str | None) -> str:
+        """SHA-256 of what decides the target's quality: the target, its cache, and the reference's texts (their
+        hash), or the prompts where there is no reference."""
+        include = {*_ARITHMETIC, "checkpoint", "activation_rounding", "quant_policy", "prompts"}
+        calibrated = {"calibration"} if _calibrated(self.quant_policy) else set()
+        facts = self.model_dump(mode="json", include=include | calibrated)
+        facts |= {"quality_schema": QUALITY_SCHEMA, "target_plan": target_plan, "texts": texts}
+        return hashlib.sha256(canonical_json(facts).encode("ascii")).hexdigest()
+
     def settings(self) -> dict[str, Any]:
-        """The config without the long lists, for a row's provenance (JSON-ready)."""
-        long = {"prompts", "domains", "excluded", "draft_excluded"}
-        return self.model_dump(mode="json", exclude=long)
+        """The config without the long lists, for a row's provenance (JSON-ready); of the prompts' ids a SHA-256, by
+        which rows of two files are known to be over the same prompts."""
+        long = {"prompts", "domains", "excluded", "draft_excluded", "calibration"}
+        ids = hashlib.sha256(canonical_json(self.prompts).encode("ascii")).hexdigest()
+        found = self.model_dump(mode="json", exclude=long) | {"prompt_digest": ids}
+        if self.calibration is not None:
+            texts = hashlib.sha256(canonical_json(self.calibration).encode("ascii")).hexdigest()
+            found["calibration"] = f"{len(self.calibration)} texts, {texts}"
+        return found
+
+
+def _calibrated(policy: Any) -> bool:
+    """Whether a policy's name asks for calibrated scales; what is no name is refused elsewhere."""
+    return isinstance(policy, str) and ":calibrated" in policy
+
+
+def _without_idle(dumped: dict[str, Any]) -> dict[str, Any]:
+    """Calibration is left out where there is none, so that points from before there was any keep their hash."""
+    return {name: value for name, value in dumped.items() if name != "calibration" or value is not None}
 
 
 def canonical_json(value: Any) -> str:

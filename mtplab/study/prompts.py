@@ -15,7 +15,7 @@ from typing import Any
 
 from mtplab.errors import CheckpointError, ConfigError, not_text, printable
 
-__all__ = ["Prompt", "PromptSet", "bundled_prompts", "load_prompts", "tokenizer_encoder"]
+__all__ = ["Prompt", "PromptSet", "bundled_prompts", "calibration_ids", "load_prompts", "tokenizer_encoder"]
 
 # prompts are read whole; nobody writes this much by hand
 MAX_BYTES = 256 << 20
@@ -128,6 +128,19 @@ def bundled_prompts() -> PromptSet:
             "of them, or strings)"
         )
     return replace(_from_path(folder), label="bundled")
+
+
+def calibration_ids(policies: Iterable[Any], encode: Any, texts: Any = None) -> tuple[tuple[int, ...], ...] | None:
+    """Ids of the texts that calibrated cache policies take their scales from: `texts` (as `load_prompts` takes them),
+    or the bundled prompts; None where none of the policies (names, numbers, None) is calibrated.
+
+    Raises ConfigError for a policy that is none, and what `load_prompts` raises.
+    """
+    from mtplab.quant.policy import resolve_policy
+
+    if not any(resolve_policy(policy).calibrated for policy in policies if policy is not None):
+        return None
+    return load_prompts(texts).encoded(encode)
 
 
 def tokenizer_encoder(folder: Path) -> Any:

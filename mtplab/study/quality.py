@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -19,8 +19,11 @@ import numpy as np
 
 from mtplab.errors import ConfigError
 from mtplab.study.interval import jackknife, without_one
+from mtplab.study.prompts import calibration_ids
 
 if TYPE_CHECKING:
+    import threading
+
     import torch
 
     from mtplab.models import Model, ModelConfig
@@ -105,10 +108,12 @@ class Reading:
     config: ModelConfig
 
 
-def read(model: Model, texts: Sequence[str | Sequence[int]], exact: bool = False) -> Reading:
+def read(
+    model: Model, texts: Sequence[str | Sequence[int]], exact: bool = False, cancel: threading.Event | None = None
+) -> Reading:
     """The logits of a model without a quantised cache, for `quality`'s reference; tokens × vocabulary × 4 bytes.
 
-    Raises ConfigError for texts that are none.
+    Raises ConfigError for texts that are none, and Cancelled once `cancel` is set.
     """
     from mtplab.decode.reading import read_texts
     from mtplab.decode.settings import token_ids
@@ -117,7 +122,8 @@ def read(model: Model, texts: Sequence[str | Sequence[int]], exact: bool = False
     ids = token_ids(model, texts)
     for number, text in enumerate(ids):
         _check_length(number, text, model.config.max_position)
-    return Reading(ids, list(read_texts(model, ids, resolve_policy("none"), exact)), model.config)
+    parts = list(_until(cancel, read_texts(model, ids, resolve_policy("none"), exact)))
+    return Reading(ids, parts, model.config)
 
 
 def own_texts(model: Model, prompts: Any, max_new_tokens: int = 128, seed: int = 0, **settings: Any) -> list[list[int]]:
@@ -142,6 +148,8 @@ def quality(
     quant_policy: str | int | QuantPolicy | None = None,
     skip: Sequence[int] | int = 0,
     exact: bool = False,
+    cancel: threading.Event | None = None,
+    calibration: Any = None,
 ) -> Quality:
     """Read the texts with the model under a cache policy, and with the reference under none, and compare.
 
@@ -153,9 +161,12 @@ def quality(
         quant_policy: of the model's cache (its own default if None); the reference's cache is never quantised.
         skip: tokens at the beginning of each text that are read and not judged (a prompt), one number or one a text.
         exact: arithmetic whose rows do not depend on each other, where there is any.
+        cancel: an event that ends it with Cancelled.
+        calibration: texts that a calibrated policy takes its scales from, the bundled prompts if None.
 
     Raises ConfigError for texts that cannot be compared.
     """
+    from mtplab.decode.calibration import bound
     from mtplab.decode.settings import token_ids
     from mtplab.quant.policy import resolve_policy
 
@@ -176,7 +187,8 @@ def quality(
     if isinstance(reference, Reading) and reference.texts != ids:
         raise ConfigError(f"the reference has read {len(reference.texts)} other texts; read these with it")
     policy = model.policy("target") if quant_policy is None else resolve_policy(quant_policy)
-    return _compare(model, ids, reference, policy, skips, exact)
+    policy = bound(model, policy, "target", calibration_ids([policy], model.encode, calibration))
+    return _compare(model, ids, reference, policy, skips, exact, cancel)
 
 
 def _skips(skip: Sequence[int] | int, count: int) -> list[int]:
@@ -197,6 +209,16 @@ def _check_length(number: int, text: Sequence[int], room: int) -> None:
         )
 
 
+def _until(cancel: threading.Event | None, parts: Iterable[Any]) -> Iterator[Any]:
+    """The same parts, up to where somebody cancels. Raises Cancelled there."""
+    from mtplab.decode import Cancelled
+
+    for part in parts:
+        if cancel is not None and cancel.is_set():
+            raise Cancelled("cancelled between two texts")
+        yield part
+
+
 def _compare(
     model: Model,
     ids: list[list[int]],
@@ -204,6 +226,7 @@ def _compare(
     policy: QuantPolicy,
     skips: list[int],
     exact: bool,
+    cancel: threading.Event | None,
 ) -> Quality:
     import torch
 
@@ -219,7 +242,7 @@ def _compare(
             other = iter(reference.parts)
         elif reference is not None:
             other = read_texts(reference, ids, resolve_policy("none"), exact)
-        for index, start, logits in read_texts(model, ids, policy, exact):
+        for index, start, logits in _until(cancel, read_texts(model, ids, policy, exact)):
             theirs = next(other)[2] if other is not None else None
             first = max(0, skips[index] - start)
             last = min(len(logits), len(ids[index]) - 1 - start)  # the last token predicts nothing that is there

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from mtplab.errors import ConfigError, MtplabError
 from mtplab.study.interval import length_error
 from mtplab.study.row import ResultRow
+from mtplab.study.soundness import COLUMNS, quality_cells, quality_notes
 from mtplab.study.words import cache_words, weights_words
 
 if TYPE_CHECKING:
@@ -24,6 +25,7 @@ __all__ = ["SweepResult"]
 
 # column -> how a row shows it; a column on which all rows agree goes above the table
 _COLUMNS = {
+    "checkpoint": lambda row: row.checkpoint,
     "exclusions": lambda row: weights_words(row.exclude_label, row.model_format),
     "KV cache": lambda row: cache_words(row.quant_policy),
     "draft's cache": lambda row: cache_words(row.draft_quant_policy),
@@ -97,7 +99,7 @@ class SweepResult:
         """Acceptance length by depth as aligned text: one line per point, or one per point and prompt domain."""
         common, header, lines, errors = self._cells(by_domain)
         widths = [max(len(line[i]) for line in [header, *lines]) for i in range(len(header))]
-        names = [name for name in header if not name.startswith("d=")]
+        names = [name for name in header if not name.startswith("d=") and name not in COLUMNS]
 
         def aligned(cells: list[str]) -> str:
             padded = [
@@ -174,7 +176,7 @@ class SweepResult:
             if name in _ALWAYS or len(values) > 1:
                 if not same_as_target:
                     shown.append(name)
-            elif values and not same_as_target:
+            elif values and not same_as_target and name != "checkpoint":  # which stands above the table anyway
                 shared.append(f"{name} {next(iter(values))}")
         return shown, shared
 
@@ -186,6 +188,7 @@ class SweepResult:
         same = dict.fromkeys(" and ".join(group) for group in labels.values() if len(group) > 1)
         own = dict.fromkeys(f"{row.exclude_label}: {row.remark}" for row in self.rows if row.remark)
         chance = [_PLUS_MINUS] if any(length_error(row) for row in self.rows) else []
+        chance = quality_notes(self.rows) + chance
         return [f"{group}: the same modules in FP8, hence one result" for group in same] + list(own) + chance
 
     def _cells(self, by_domain: bool = False) -> tuple[str, list[str], list[list[str]], list[str]]:
@@ -196,12 +199,15 @@ class SweepResult:
         for row in self.rows:
             key = (row.point, *(_COLUMNS[name](row) for name in names))
             points.setdefault(key, {})[row.depth] = row
+        # a target is judged over all prompts: by domain there is nothing to show
+        judged = None if by_domain else quality_cells(next(iter(by_depth.values())) for by_depth in points.values())
         lines = []
-        for key, by_depth in points.items():
+        for number, (key, by_depth) in enumerate(points.items()):
             domains = dict.fromkeys(name for row in by_depth.values() for name in row.by_domain)
             for domain in domains if by_domain else [None]:
                 cells = [_cell(by_depth.get(depth), domain) for depth in depths]
-                lines.append([*key[1:], *([] if domain is None else [domain]), *cells])
+                own = [] if judged is None else judged[number]
+                lines.append([*key[1:], *([] if domain is None else [domain]), *own, *cells])
         if by_domain:
             names = [*names, "domain"]
         errors = [
@@ -210,13 +216,14 @@ class SweepResult:
             for row in self.failed
         ]
         errors = list(dict.fromkeys(errors))  # two labels can share a point, and its failure
-        checkpoints = dict.fromkeys(row.checkpoint for row in self.rows)
+        checkpoints = dict.fromkeys(row.checkpoint for row in self.rows if "checkpoint" not in names)
         tokens = dict.fromkeys(
             f"{row.n_prompts} prompt{'s' if row.n_prompts > 1 else ''} × {row.max_new_tokens} tokens"
             for row in self.rows
         )
         common = " · ".join([*checkpoints, *shared, *tokens]) or "no rows"
-        return common, [*names, *(f"d={depth}" for depth in depths)], lines, errors
+        judges = [] if judged is None else COLUMNS
+        return common, [*names, *judges, *(f"d={depth}" for depth in depths)], lines, errors
 
 
 def _cell(row: ResultRow | None, domain: str | None = None) -> str:

@@ -19,9 +19,20 @@ from mtplab.errors import ConfigError
 if TYPE_CHECKING:
     from mtplab.decode import AcceptanceStats
 
-__all__ = ["ROW_SCHEMA", "DomainStats", "ResultRow", "counts_of"]
+__all__ = ["QUALITY_FIELDS", "ROW_SCHEMA", "DomainStats", "ResultRow", "counts_of"]
 
-ROW_SCHEMA = 1
+# 2 brought the target's quality; rows of schema 1 are read as they are
+ROW_SCHEMA = 2
+
+QUALITY_FIELDS = (
+    "kl",
+    "kl_error",
+    "top1_agreement",
+    "perplexity",
+    "reference_perplexity",
+    "quality_text",
+    "quality_note",
+)
 
 # an expectation (trace above temperature 0) is a float, a count is an int: both stay what they are
 Count = Annotated[int | float, Field(ge=0)]
@@ -93,13 +104,20 @@ class ResultRow(_Frozen):
     `kv_bytes_per_token` is summed over layers, as deployed: a cache of `none` counts the checkpoint's dtype, though it
     is held in the dtype that is computed in. `state_bytes` is the recurrent and convolution state of one sequence.
     `seconds` is the wall time of the run without its prefill and `tokens_per_second` is `tokens / seconds`; a trace has
-    every depth from one decoding, so both are None there. `kl`
-    (nats), `top1_agreement` and `perplexity` have a place and are not measured yet: always None. `output_hash` is the
+    every depth from one decoding, so both are None there. `output_hash` is the
     SHA-256 of the emitted ids: at temperature 0 it must not depend on the depth. `remark` is what a reader must know
     about the settings. A row with an `error` carries no numbers.
+
+    The target's quality, which every row of one target shares: `kl` is KL(reference ‖ target) in nats per token, the
+    mean over the tokens of `quality_text`, `kl_error` half its 95 % interval over texts, `top1_agreement` the share of
+    positions with the same likeliest token, `perplexity` the target's and `reference_perplexity` the reference's on the
+    same tokens. The reference is the unquantised target with an unquantised cache. `quality_text` is `own:` (what the
+    reference wrote at temperature 1 from the prompts) or `prompts:` and a digest of the tokens: numbers with
+    different texts do not compare. `quality_note` says why something of it is missing; all are None where it was not
+    asked for.
     """
 
-    schema_version: Literal[1] = Field(ROW_SCHEMA, alias="schema")
+    schema_version: Literal[1, 2] = Field(ROW_SCHEMA, alias="schema")
     point: str
     method: Literal["run", "trace"]
     checkpoint: str
@@ -133,10 +151,14 @@ class ResultRow(_Frozen):
     draft_kv_bytes_per_token: Count | None = None
     state_bytes: Count | None = None
     seconds: Annotated[float, Field(ge=0.0)] | None = None
-    tokens_per_second: float | None = None
-    kl: float | None = None
-    top1_agreement: float | None = None
-    perplexity: float | None = None
+    tokens_per_second: Annotated[float, Field(ge=0.0)] | None = None
+    kl: Annotated[float, Field(ge=0.0)] | None = None
+    kl_error: Annotated[float, Field(ge=0.0)] | None = None
+    top1_agreement: Share | None = None
+    perplexity: Annotated[float, Field(gt=0.0)] | None = None
+    reference_perplexity: Annotated[float, Field(gt=0.0)] | None = None
+    quality_text: str | None = None
+    quality_note: str | None = None
     output_hash: str | None = None
     remark: str | None = None
     error: str | None = None
@@ -175,6 +197,16 @@ class ResultRow(_Frozen):
                 f"not a result row of schema {ROW_SCHEMA}: {where}: {first['msg']} "
                 f"({problem.error_count()} problem(s) in all)"
             ) from None
+
+    def with_quality(self, fields: dict[str, Any], about: dict[str, Any]) -> ResultRow:
+        """The same result beside this quality of its target (`TargetQuality.row_fields` and `.about`)."""
+        changed = {"schema_version": ROW_SCHEMA, "provenance": {**self.provenance, "quality": about}}
+        return self.model_copy(update=fields | changed)
+
+    def without_quality(self) -> ResultRow:
+        """The same result, silent on the target's quality."""
+        rest = {key: value for key, value in self.provenance.items() if key != "quality"}
+        return self.model_copy(update=dict.fromkeys(QUALITY_FIELDS) | {"provenance": rest})
 
     def relabelled(self, **labels: Any) -> ResultRow:
         """The same result under other labels (names that are no part of the point's hash)."""

@@ -23,20 +23,23 @@ from mtplab.errors import ConfigError, printable
 from mtplab.study.point import PointConfig, canonical_json
 from mtplab.study.row import ResultRow
 
-__all__ = ["FILE_SCHEMA", "PointStore", "read_rows", "write_atomically"]
+__all__ = ["FILE_SCHEMA", "PointStore", "is_point_file", "read_rows", "write_atomically"]
 
-FILE_SCHEMA = 1
+# 2 holds rows of schema 2; an older mtplab must say that it is too old, and not set the file aside
+FILE_SCHEMA = 2
 _POINT_NAME = re.compile(r"[0-9a-f]{64}\.json")
 
 
 class PointStore:
     """A results folder. Made on first use; raises `ConfigError` when it cannot be.
 
-    Any number of processes may use one folder at once.
+    Any number of processes may use one folder at once. Whoever only reads leaves `make` off: nothing is written then.
     """
 
-    def __init__(self, folder: str | Path):
+    def __init__(self, folder: str | Path, make: bool = True):
         self.folder = results_folder(folder)
+        if not make:
+            return
         try:
             (self.folder / ".locks").mkdir(parents=True, exist_ok=True)
         except OSError as problem:
@@ -106,9 +109,13 @@ class PointStore:
                 if held:
                     _unlock(file.fileno())
 
+    def writable(self) -> bool:
+        """Whether locks can be taken here; a folder that can only be read still gives its rows."""
+        return os.access(self.folder / ".locks", os.W_OK | os.X_OK)
+
     def points(self) -> list[str]:
         """Hashes of every point file, sorted."""
-        return sorted(path.stem for path in self.folder.iterdir() if _POINT_NAME.fullmatch(path.name))
+        return sorted(path.stem for path in self.folder.iterdir() if is_point_file(path.name))
 
     def export(self) -> Path:
         """Writes `rows.jsonl` anew from the point files and returns its path."""
@@ -129,6 +136,11 @@ class PointStore:
         )
 
 
+def is_point_file(name: str) -> bool:
+    """Whether a file of this name in a results folder holds a point's rows."""
+    return _POINT_NAME.fullmatch(name) is not None
+
+
 def results_folder(folder: Any) -> Path:
     """The folder meant. Raises `ConfigError` for what names none."""
     if not isinstance(folder, str | os.PathLike) or not isinstance(os.fspath(folder), str):
@@ -145,13 +157,13 @@ def results_folder(folder: Any) -> Path:
 
 
 def read_rows(folder: str | Path) -> list[ResultRow]:
-    """Every row of a results folder, by point and depth; computes nothing.
+    """Every row of a results folder, by point and depth; computes and writes nothing.
 
     Raises `ConfigError` when there is no such folder.
     """
     if not results_folder(folder).is_dir():
         raise ConfigError(f"{folder}: no such results folder; run a sweep first, or give its folder")
-    store = PointStore(folder)
+    store = PointStore(folder, make=False)
     return [row for point in store.points() for _, row in sorted(store.rows(point, "warn").items())]
 
 
@@ -191,8 +203,8 @@ def _parse(raw: bytes, point: str) -> list[ResultRow]:
     schema = content.get("schema")
     if isinstance(schema, int) and schema > FILE_SCHEMA:
         raise _NewerSchema(f"schema {schema}, this one reads {FILE_SCHEMA}")
-    if schema != FILE_SCHEMA:
-        raise ValueError(f"schema is {schema!r}, expected {FILE_SCHEMA}")
+    if schema not in range(1, FILE_SCHEMA + 1) or isinstance(schema, bool):
+        raise ValueError(f"schema is {schema!r}, expected 1 to {FILE_SCHEMA}")
     found = hashlib.sha256(canonical_json(content["config"]).encode("ascii")).hexdigest()
     if found != point:
         raise ValueError(f"its config hashes to {found[:12]}…, its name says {point[:12]}…")

@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 from mtplab.config import EngineConfig, SamplingConfig, SpecConfig
 from mtplab.errors import ConfigError
+from mtplab.study.arguments import check_hooks, judges, method_of, opened
 from mtplab.study.grid import Settings, build_units, check_depths, prompt_sets
 from mtplab.study.identity import checkpoint_folder
 from mtplab.study.point import plan_digest
@@ -25,6 +26,7 @@ from mtplab.study.progress import Estimator, SweepProgress
 from mtplab.study.result import SweepResult
 from mtplab.study.row import ResultRow
 from mtplab.study.store import PointStore
+from mtplab.study.target_quality import QualityMeter
 from mtplab.study.words import cache_words, weights_words
 from mtplab.study.worker import Hooks, ModelSlot, Outcome, Unit, one_line, remote_work, work
 
@@ -62,8 +64,11 @@ def sweep(
     method: Literal["trace", "run"] | None = None,
     executor: concurrent.futures.Executor | None = None,
     on_progress: Callable[[SweepProgress], None] | None = None,
+    quality: bool | None = None,
+    reference: Any = None,
     load_model: Callable[..., Any] | None = None,
     generate: Callable[..., Any] | None = None,
+    calibration: Any = None,
 ) -> SweepResult:
     """Runs exclusions × prompt sets × temperatures × cache policies, each at every depth.
 
@@ -93,7 +98,16 @@ def sweep(
             of their own. "run" decodes at every depth and measures what it takes. At temperature 0 both count the
             same; above it a trace gives expectations. None traces, except where there is nothing to trace (depth 0
             only, a model without a draft) or a `generate` is given. Traces are kept in the folder: `SweepResult.trace`.
+        quality: whether each row also says what its target is worth: KL from the unquantised target, top-1 agreement
+            and perplexity (fields of `ResultRow`). Measured once for every target × cache policy, also for points that
+            are on disk without it; nothing of their acceptance is computed again. None measures, except where
+            `load_model` or `generate` stand in for mtplab's own.
+        reference: the unquantised checkpoint that targets are compared with: a folder, an open checkpoint or a loaded
+            model. None takes the swept checkpoint itself where it is unquantised; where it is stored in FP8 there is
+            then no KL, and perplexity is that of the prompts.
         executor: any `concurrent.futures.Executor`; its workers must see the `results` folder. Default: here.
+        calibration: texts that calibrated cache policies take their scales from, as `prompts` are given; None is the
+            bundled prompts. Part of such a point's hash.
         load_model, generate: other callables with the signatures of mtplab's own.
 
     Returns:
@@ -104,11 +118,12 @@ def sweep(
     """
     started = time.monotonic()
     hooks = {"on_row": on_row, "on_progress": on_progress, "load_model": load_model, "generate": generate}
-    _check_hooks(hooks, cancel, executor)
+    check_hooks(hooks, cancel, executor)
     cancel = cancel if cancel is not None else threading.Event()
     asked_depths = check_depths(depths)
-    method = _method(method, generate, asked_depths)
-    checkpoint, model = _opened(model_or_path)
+    method = method_of(method, generate, asked_depths)
+    quality = judges(quality, reference, load_model or generate)
+    checkpoint, model = opened(model_or_path)
     if model is not None:
         engine, spec = model.engine, model.spec
         if spec.model_format != engine.model_format:
@@ -148,6 +163,9 @@ def sweep(
         temperature,
         encode=getattr(model, "encode", None),
         method=method,
+        quality=quality,
+        reference=None if reference is None else opened(reference, "reference")[0],
+        calibration=calibration,
     )
     if results is None:
         results = Path("results") / checkpoint_folder(checkpoint).resolve().name
@@ -209,6 +227,7 @@ class _Job:
         self.failed = 0
         self.stopped = False
         self.estimate = Estimator()
+        self.meter = QualityMeter()
         self.started = time.monotonic()
 
     # running
@@ -232,6 +251,8 @@ class _Job:
                     wait=patient,
                     on_row=lambda row, reused, outcome, unit=unit: self._took(unit, row, reused, outcome),
                     on_round=lambda depth, progress, unit=unit: self._round(unit, depth, progress),
+                    meter=self.meter,
+                    on_quality=lambda unit=unit: self._tell(f"{_named(unit)} · the target's quality", 0.0, None),
                 )
                 if outcome.busy:
                     busy.append(unit)
@@ -325,11 +346,8 @@ class _Job:
 
     def _round(self, unit: Unit, depth: int, progress: Any) -> None:
         fraction = progress.tokens_done / progress.tokens_total if progress.tokens_total else 0.0
-        labels = unit.labels
-        weights = weights_words(labels.exclude_label, unit.config.model_format)
         what = "all depths" if unit.config.method == "trace" else f"depth {depth}"
-        current = f"{weights} · {cache_words(unit.config.quant_policy)} · {what}"
-        self._tell(current, min(1.0, fraction), (unit.point, depth))
+        self._tell(f"{_named(unit)} · {what}", min(1.0, fraction), (unit.point, depth))
 
     def _tell(self, current: str, fraction: float, at: tuple[str, int] | None) -> None:
         if self.on_progress is None:
@@ -367,45 +385,9 @@ class _Job:
         ]
 
 
-def _check_hooks(hooks: dict[str, Any], cancel: Any, executor: Any) -> None:
-    """Refuse what would fail only once a row is there, or as every row's error."""
-    for name, hook in hooks.items():
-        if hook is not None and not callable(hook):
-            raise ConfigError(f"{name} is {hook!r:.60}; expected something to call, or None")
-    if cancel is not None and not callable(getattr(cancel, "is_set", None)):
-        raise ConfigError(f"cancel is {cancel!r:.60}; expected a threading.Event, or None")
-    if executor is not None and not callable(getattr(executor, "submit", None)):
-        raise ConfigError(
-            f"executor is {executor!r:.60}; expected a concurrent.futures.Executor, such as ProcessPoolExecutor(4), or "
-            "None to run here"
-        )
-
-
-def _method(method: Any, generate: Any, depths: tuple[int, ...]) -> Literal["run", "trace"]:
-    """How rows are made where nobody, or somebody, says so."""
-    if method not in (None, "trace", "run"):
-        raise ConfigError(f"method is {method!r:.60}; expected 'trace', 'run', or None to leave it open")
-    if method == "trace" and generate is not None:
-        raise ConfigError(
-            "method is 'trace' and a generate is given, which a trace does not call: leave one of them out"
-        )
-    return method or ("run" if generate is not None or depths == (0,) else "trace")
-
-
-def _opened(model_or_path: Any) -> tuple[Any, Any]:
-    """(checkpoint, loaded model or None) from a path, a checkpoint or a model."""
-    if isinstance(model_or_path, str | Path):
-        from mtplab.checkpoint import open_checkpoint
-
-        return open_checkpoint(model_or_path), None
-    if hasattr(model_or_path, "checkpoint"):
-        return model_or_path.checkpoint, model_or_path
-    if hasattr(model_or_path, "tensors"):
-        return model_or_path, None
-    raise ConfigError(
-        f"the first argument is a {type(model_or_path).__name__}; expected a checkpoint's folder, an open "
-        "checkpoint or a loaded model"
-    )
+def _named(unit: Unit) -> str:
+    weights = weights_words(unit.labels.exclude_label, unit.config.model_format)
+    return f"{weights} · {cache_words(unit.config.quant_policy)}"
 
 
 def _notes(rows: list[ResultRow], exact: bool) -> list[str]:

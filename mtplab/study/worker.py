@@ -18,6 +18,7 @@ from mtplab.study.point import PointConfig
 from mtplab.study.producer import Labels, error_row, produce
 from mtplab.study.row import ResultRow
 from mtplab.study.store import PointStore
+from mtplab.study.target_quality import QualityMeter, QualityTask, TargetQuality
 
 __all__ = ["CancelFile", "Hooks", "ModelSlot", "Outcome", "Unit", "Variant", "remote_work", "work"]
 
@@ -62,6 +63,7 @@ class Unit:
     labels: Labels
     depths: tuple[int, ...]
     target: str  # equal for units whose targets do the same
+    quality: QualityTask | None = None  # None leaves the target's quality out
 
     @property
     def point(self) -> str:
@@ -151,16 +153,21 @@ def work(
     wait: bool = False,
     on_row: Callable[[ResultRow, bool, Outcome], None] | None = None,
     on_round: Callable[[int, Any], None] | None = None,
+    meter: QualityMeter | None = None,
+    on_quality: Callable[[], None] | None = None,
 ) -> Outcome:
     """Brings a point's file up to date at the unit's depths.
 
-    A depth that is on disk without an error is read back. The first depth that fails is recorded with its
-    error and ends the point; a later sweep tries it again. `on_row(row, reused, outcome)` is called as each
-    row is there, `on_round(depth, progress)` after each round of the runner.
+    A depth that is on disk without an error is read back, and where the target's quality is asked for and is not in it,
+    that alone is added. The first depth that fails is recorded with its error and ends the point; a later sweep tries
+    it again. `on_row(row, reused, outcome)` is called as each row is there, `on_round(depth, progress)` after each
+    round of the runner, `on_quality()` before the target is judged.
     """
     outcome = Outcome()
 
     def take(row: ResultRow, reused: bool) -> None:
+        if unit.quality is None and reused:
+            row = row.without_quality()
         outcome.rows[row.depth] = row
         if not reused:
             outcome.computed.add(row.depth)
@@ -170,9 +177,13 @@ def work(
     point = unit.point
     on_disk = store.rows(point)
     if all(_finished(on_disk, depth) for depth in unit.depths):
-        for depth in unit.depths:
-            take(on_disk[depth], True)
-        return outcome
+        done = all(_judged(unit, on_disk[depth]) for depth in unit.depths)
+        if done or not store.writable():
+            bare = TargetQuality.failed("the results folder cannot be written")
+            for depth in unit.depths:
+                row = on_disk[depth]
+                take(row if _judged(unit, row) else row.with_quality(bare.row_fields(), bare.about()), True)
+            return outcome
     with _owned(store, point, wait, cancel) as held:
         if not held:
             outcome.busy = True
@@ -180,19 +191,58 @@ def work(
             return outcome
         # another process may have finished depths between the look and the lock
         rows = store.rows(point, "set aside")
-        missing = []
+        missing = [depth for depth in unit.depths if not _finished(rows, depth)]
+        bare = [depth for depth in unit.depths if depth not in missing and not _judged(unit, rows[depth])]
         for depth in unit.depths:
-            if _finished(rows, depth):
+            if depth not in missing and depth not in bare:
                 take(rows[depth], True)
-            else:
-                missing.append(depth)
+        found = None
+        if unit.quality is not None and (missing or bare):
+            if on_quality is not None:
+                on_quality()
+            started = time.monotonic()
+            found = _quality(unit, store, slot, hooks, cancel, meter or QualityMeter(), outcome)
+            if found is None:
+                return outcome
+            spent = (time.monotonic() - started) / len(unit.depths)
+            judged = {depth: rows[depth].with_quality(found.row_fields(), found.about()) for depth in bare}
+            if found.key and bare:  # a failure must not take the place of what was measured against another reference
+                rows |= judged
+                store.write(unit.config, rows.values())
+            for depth in bare:
+                take(judged[depth], True)
         made = _traced if unit.config.method == "trace" else _run
         for new in made(unit, missing, store, slot, hooks, cancel, on_round, outcome):
+            if found is not None:
+                new = [row if row.error else row.with_quality(found.row_fields(), found.about()) for row in new]
+                outcome.seconds |= {row.depth: outcome.seconds[row.depth] + spent for row in new}
             rows |= {row.depth: row for row in new}
             store.write(unit.config, rows.values())
             for row in new:
                 take(row, False)
     return outcome
+
+
+def _quality(
+    unit: Unit, store: PointStore, slot: ModelSlot, hooks: Hooks, cancel: Any, meter: QualityMeter, outcome: Outcome
+) -> TargetQuality | None:
+    """The quality of the unit's target; None where the sweep was cancelled. What fails says so in the rows."""
+
+    def load(variant: Variant, reference: bool) -> Any:
+        if reference and slot.key not in (None, variant.key):
+            # the slot's model is wanted next, and a loaded one that was given cannot be loaded again
+            return hooks.loader()(variant.path, **variant.arguments())
+        loaded, loading = slot.get(variant, hooks)
+        outcome.load_seconds += loading
+        return loaded
+
+    try:
+        return meter.of(unit, store, load, lambda name: _owned(store, name, True, cancel), cancel)
+    except Exception as problem:
+        if cancel.is_set():
+            outcome.cancelled = True
+            return None
+        return TargetQuality.failed(one_line(problem))
 
 
 def _run(
@@ -285,10 +335,12 @@ _mine = threading.local()
 
 
 def remote_work(unit: Unit, folder: str, hooks: Hooks, cancel_path: str, wait: bool) -> Outcome:
-    """`work` inside an executor's worker; each worker thread keeps the last model it loaded."""
+    """`work` inside an executor's worker; each worker thread keeps the last model it loaded, and what
+    references said."""
     if not hasattr(_mine, "slot"):
-        _mine.slot = ModelSlot()
-    return work(unit, PointStore(folder), _mine.slot, hooks, CancelFile(cancel_path), wait=wait)
+        _mine.slot, _mine.meter = ModelSlot(), QualityMeter()
+    cancel = CancelFile(cancel_path)
+    return work(unit, PointStore(folder), _mine.slot, hooks, cancel, wait=wait, meter=_mine.meter)
 
 
 def one_line(problem: BaseException) -> str:
@@ -300,6 +352,11 @@ def one_line(problem: BaseException) -> str:
 
 def _finished(rows: dict[int, ResultRow], depth: int) -> bool:
     return depth in rows and rows[depth].error is None
+
+
+def _judged(unit: Unit, row: ResultRow) -> bool:
+    """Whether the row holds the quality that is asked for: of this target over this text, against this reference."""
+    return unit.quality is None or (row.provenance.get("quality") or {}).get("key") == unit.quality.key
 
 
 class _owned:

@@ -2,7 +2,7 @@
 // The explorer knows only the rows in #data. Every text goes in through textContent or setAttribute, never as markup.
 (() => {
   const $ = (id) => document.getElementById(id);
-  const { rows, provenance, policies, weights, palette, labels } = JSON.parse($("data").textContent);
+  const { rows, provenance, policies, weights, palette, labels, first } = JSON.parse($("data").textContent);
   const isMap = (value) => value !== null && typeof value === "object" && !Array.isArray(value);
   // what all rows share is written once, nested entries too
   const merged = (shared, own) => {
@@ -13,9 +13,9 @@
   for (const row of rows) row.provenance = merged(provenance, row.provenance);
   const SVG = "http://www.w3.org/2000/svg";
   const ALL = "\u0000all";
-  // more lines than can be told apart: the first exclusion set is ticked, the others wait for the reader
+  // more lines than can be told apart: the first exclusion sets are ticked, the others wait for the reader
   const MANY = 6;
-  const ticked = policies.length * weights.length > MANY ? weights.slice(0, 1) : weights;
+  const ticked = policies.length * weights.length > MANY ? weights.slice(0, first) : weights;
   const shown = { policies: new Set(policies), weights: new Set(ticked) };
   let points = [], current = -1;
 
@@ -105,8 +105,9 @@
   // rounds over which the share of draft j was taken: of the conditional one, those that accepted all before
   const reached = (row, view, j) => view === "conditional" && j > 1 ? Math.round(row.rounds * (row.per_position[j - 2] || 0)) : row.rounds;
   const FEW = 50;
-  const doubtful = (view, point) => view === "speed" ? point.row.odd_timing != null
-    : view === "conditional" && reached(point.row, view, point.x) < FEW;
+  const few = (view, point) => view === "conditional" && reached(point.row, view, point.x) < FEW;
+  // hollow: not to be believed, for want of rounds, for a busy machine, or because the target is broken
+  const doubtful = (view, point) => point.row.target_fault != null || (view === "speed" ? point.row.odd_timing != null : few(view, point));
 
   function seriesOf(list, view, depth) {
     const groups = new Map();
@@ -188,7 +189,7 @@
     const view = $("view").value, shares = { value: (row) => (row.per_position || [])[0], unit: "of rounds with draft 1 accepted", best: "most" };
     const { value, unit, digits, best } = BY_DEPTH[view] || shares;
     const told = (row) => BY_DEPTH[view] ? number(value(row), digits) : percent(value(row));
-    const here = list.filter((row) => row.depth === depth && value(row) != null && !(view === "speed" && row.odd_timing != null))
+    const here = list.filter((row) => row.depth === depth && value(row) != null && row.target_fault == null && !(view === "speed" && row.odd_timing != null))
       .sort((a, b) => value(b) - value(a));
     const failed = rows.filter((row) => row.error != null).length;
     const odd = view === "speed" ? list.filter((row) => row.odd_timing != null).length : 0;
@@ -197,12 +198,25 @@
       ? `At depth ${depth}, ${here.length} setting${here.length > 1 ? "s" : ""}: from ${told(here[here.length - 1])} to ${told(here[0])} ${unit}; ${best} with ${clean(here[0].series)}.`
       : `No rows at depth ${depth} for this choice.`)
       + (odd ? ` ${odd} hollow points: rounds more than 3 times off the others' trend, the machine was busy.` : "")
+      + warning(list)
       + (failed ? ` ${failed} rows failed and are left out.` : "") + (hidden ? " Tick more above to add lines." : "");
+  }
+
+  // what is drawn of a target that is broken is how easily it is guessed, nothing else
+  function warning(list) {
+    const broken = unique(list.filter((row) => row.target_fault != null).map((row) => row.series));
+    if (!broken.length) return "";
+    const fault = list.find((row) => row.series === broken[0] && row.target_fault != null).target_fault;
+    return ` ⚠ Broken target, hollow points: ${clean(broken[0])} (${clean(fault)}); its acceptance says nothing of whether it is right.`
+      + (broken.length > 1 ? ` And ${broken.length - 1} more.` : "");
   }
 
   const COLUMNS = [
     ["Exclusions", (row) => clean(row.weights_label)], ["KV cache", (row) => clean(row.policy_label)],
     ["Depth", (row) => String(row.depth)], ["Tokens / round", plusMinus],
+    ["KL, millinats", (row) => row.kl == null ? "–" : (row.target_fault == null ? "" : "⚠ ") + number(1e3 * row.kl) + (row.kl_error ? ` ± ${number(1e3 * row.kl_error)}` : "")],
+    ["Top-1 as unquantised", (row) => percent(row.top1_agreement)],
+    ["Perplexity", (row) => row.perplexity == null ? "–" : (row.kl == null && row.target_fault != null ? "⚠ " : "") + number(row.perplexity) + (row.reference_perplexity ? ` (×${number(row.perplexity / row.reference_perplexity, 3)})` : "")],
     ["Accepted", (row) => row.drafted ? percent(row.accepted / row.drafted) : "–"], ["Draft 1", (row) => percent((row.per_position || [])[0])],
     ["Tokens / s", (row) => number(row.tokens_per_second, 0) + (row.odd_timing == null ? "" : " (busy)")], ["Rounds", (row) => number(row.rounds, 0)], ["Tokens", (row) => number(row.tokens, 0)],
     ["KV B/token as deployed", (row) => number(row.kv_bytes_per_token, 0)], ["Weights, MB", (row) => number((row.target_weight_bytes + row.draft_weight_bytes) / 1e6)],
@@ -231,10 +245,12 @@
     title.textContent = clean(point.group.name);
     const text = BY_DEPTH[view]
       ? `depth ${row.depth}: ${plusMinus(row)} tokens per round, ${row.accepted} of ${row.drafted} drafts accepted in ${row.rounds} rounds`
+        + (row.kl == null ? "" : `; target ${number(1e3 * row.kl)} millinats from the unquantised one, top-1 ${percent(row.top1_agreement)}`)
+        + (row.target_fault == null ? "" : " ⚠ broken target")
         + (row.tokens_per_second == null ? "" : `; ${number(row.tokens_per_second, 0)} tokens per second`)
         + (row.odd_timing == null ? "" : ` (not to be believed: its rounds took ${row.odd_timing.toPrecision(2)} times what the other rows' trend says)`)
       : `depth ${row.depth}, position ${point.x}: ${number(point.y, 1)} % of ${reached(row, view, point.x)} rounds`
-        + (doubtful(view, point) ? ", too few to say more" : "");
+        + (few(view, point) ? ", too few to say more" : "");
     tip.replaceChildren(title, text);
     const box = $("stage").getBoundingClientRect(), size = tip.getBoundingClientRect();
     tip.style.left = Math.max(0, Math.min(point.px + 14, box.width - size.width - 4)) + "px";

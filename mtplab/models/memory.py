@@ -1,0 +1,247 @@
+"""What a model will take in memory, before it is loaded: weights by part and dtype, caches, and whether that fits.
+
+From headers and config.json alone; no values are read, and on a CPU no torch is imported. How weights are held is
+`held.py`'s to say, what the machine has `machine.py`'s.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import asdict, dataclass
+from html import escape
+from typing import Any
+
+from mtplab.checkpoint import Checkpoint, Plan, open_checkpoint
+from mtplab.checkpoint.config_json import stored_dtype
+from mtplab.checkpoint.text_table import aligned, as_bytes, html_table, printable
+from mtplab.config import DTYPES, MAX_DEPTH, EngineConfig, SpecConfig
+from mtplab.errors import CheckpointError, ConfigError
+from mtplab.models.asked import check_exclusions, load_settings, plan_arguments
+from mtplab.models.config import ModelConfig, parse_config
+from mtplab.models.held import DTYPE_BYTES, Held, held_weights, largest_product
+from mtplab.models.machine import available_memory
+from mtplab.quant.policy import QuantPolicy, resolve_policy
+
+__all__ = ["Caches", "Memory", "Weights", "memory", "refuse_what_cannot_fit", "weights_in_memory"]
+
+_COLUMNS, _RIGHT = ("what", "held in", "bytes"), ("bytes",)
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Weights as `load_model` holds them. `loading`: what it needs beside them at most, one matrix (bytes)."""
+
+    device: str
+    dtype: str  # computed in
+    held: tuple[Held, ...]
+    loading: int
+
+    @property
+    def nbytes(self) -> int:
+        """All parts together."""
+        return sum(each.nbytes for each in self.held)
+
+    @property
+    def at_most(self) -> int:
+        """Where values do not fit the dtype that is expected; only they say whether they do."""
+        return sum(each.at_most for each in self.held)
+
+
+@dataclass(frozen=True)
+class Caches:
+    """What a run of `batch` sequences of `context` tokens keeps, in bytes; a token's as deployed and as held here.
+
+    Here a CPU keeps a quantised cache's codes and beside them the values read back, and an unquantised one in the dtype
+    that is computed in; an engine keeps the codes alone, or BF16. `state`: the delta rule's, of a sequence, with a copy
+    for every draft token that may be rejected.
+    """
+
+    batch: int
+    context: int
+    depth: int
+    policy: str
+    draft_policy: str
+    token: int
+    deployed_token: int
+    state: int
+
+    @property
+    def nbytes(self) -> int:
+        """All sequences together."""
+        return self.batch * (self.context * self.token + self.state)
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What `memory` found. `caches` is None and `why` says why for an architecture that mtplab does not run.
+
+    `available` is None where the machine does not say, or has no such device; `source` says whose it is, or why not.
+    """
+
+    checkpoint: str
+    weights: Weights
+    caches: Caches | None
+    why: str
+    stored: int  # bytes of the files' tensors
+    available: int | None
+    source: str
+
+    @property
+    def needed(self) -> int:
+        """Bytes at the worst moment: weights, and the larger of what loading and what the run needs beside them."""
+        return self.weights.nbytes + max(self.weights.loading, self.caches.nbytes if self.caches else 0)
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether that is there; None where the machine does not say or the model is not run."""
+        return None if self.available is None or self.caches is None else self.needed <= self.available
+
+    @property
+    def sentence(self) -> str:
+        """In a line: what it takes, and whether it fits."""
+        w = self.weights
+        said = f"weights {as_bytes(w.nbytes)} on {w.device} ({as_bytes(self.stored)} in the files)"
+        if self.caches is None:
+            return f"{said}; {self.why}"
+        said += f", caches {as_bytes(self.caches.nbytes)}, at most {as_bytes(self.needed)} in all"
+        if self.available is None:
+            return f"{said}; {self.source}"
+        verdict = "it fits" if self.fits else "it does NOT fit"
+        return f"{said}: {verdict} in {as_bytes(self.available)} of {self.source}"
+
+    def rows(self) -> list[tuple[str, str, str]]:
+        """(what, held in, bytes) for a table."""
+        found = [(each.part, each.dtype, as_bytes(each.nbytes)) for each in self.weights.held]
+        beside = self.weights.at_most - self.weights.nbytes
+        all_of_them = f"up to {as_bytes(beside)} more if values do not fit FP16" if beside else ""
+        found.append(("all weights", all_of_them, as_bytes(self.weights.nbytes)))
+        found.append(("while loading, beside them", "one matrix", as_bytes(self.weights.loading)))
+        c = self.caches
+        if c is not None:
+            policy = c.policy if c.policy == c.draft_policy else f"{c.policy}, draft {c.draft_policy}"
+            kept = f"{c.batch} × {c.context} tokens of {c.token} B; as deployed {c.deployed_token} B a token"
+            found.append((f"KV cache, {policy}", kept, as_bytes(c.batch * c.context * c.token)))
+            if c.state:
+                held = f"{c.batch} × {as_bytes(c.state)}, for rounds of {c.depth} drafts"
+                found.append(("delta-rule state", held, as_bytes(c.batch * c.state)))
+        return found
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything, as JSON can hold it."""
+        return {
+            **asdict(self),
+            "weight_bytes": self.weights.nbytes,
+            "weight_bytes_at_most": self.weights.at_most,
+            "cache_bytes": None if self.caches is None else self.caches.nbytes,
+            "needed": self.needed,
+            "fits": self.fits,
+        }
+
+    def __str__(self) -> str:
+        rows = [tuple(map(printable, row)) for row in self.rows()]
+        lines = aligned(_COLUMNS, rows, _RIGHT)
+        return "\n".join([f"{printable(self.checkpoint)}, computed in {self.weights.dtype}", *lines, self.sentence])
+
+    def _repr_html_(self) -> str:
+        rows = [tuple(map(printable, row)) for row in self.rows()]
+        caption = f"{printable(self.checkpoint)} in memory, computed in {self.weights.dtype}"
+        table = html_table(_COLUMNS, rows, _RIGHT, caption)
+        return f'<div class="mtplab-memory"><p>{escape(printable(self.sentence, 400))}</p>{table}</div>'
+
+
+def memory(
+    path: str | os.PathLike[str] | Checkpoint,
+    device: str = "cpu",
+    dtype: str | None = None,
+    exclude: str | list[str] | None = None,
+    draft_exclude: str | list[str] | None = None,
+    quant_policy: str | int | QuantPolicy = "none",
+    draft_quant_policy: str | int | QuantPolicy | None = None,
+    model_format: str | None = None,
+    *,
+    batch: int = 1,
+    context: int = 4096,
+    depth: int = 3,
+) -> Memory:
+    """What `load_model` with these arguments takes, and a run of `batch` sequences of `context` tokens at `depth`.
+
+    Reads headers and config.json. Bytes are those held here, which on a CPU are more than an engine's on a GPU: FP8
+    weights are held as their float32 values, BF16 ones as FP16, embeddings in float32. Activations of a pass, and what
+    torch itself takes, are not in it; nor is the second packing that `compile=True` makes.
+
+    Raises CheckpointError for files that cannot be read, ConfigError for settings.
+    """
+    engine, spec = load_settings(
+        device, dtype, exclude, draft_exclude, quant_policy, draft_quant_policy, model_format
+    )
+    for name, value, least in (("batch", batch, 1), ("context", context, 1), ("depth", depth, 0)):
+        if type(value) is not int or value < least or (name == "depth" and value > MAX_DEPTH):
+            most = f" and at most {MAX_DEPTH}" if name == "depth" else ""
+            raise ConfigError(f"{name} is {value!r:.60}; expected a whole number of at least {least}{most}")
+    checkpoint = path if isinstance(path, Checkpoint) else open_checkpoint(path)
+    check_exclusions(checkpoint, engine, spec)
+    plan = checkpoint.plan(**plan_arguments(engine, spec))
+    config, why = None, ""
+    try:
+        config = parse_config(checkpoint.config, file=checkpoint.files.folder / "config.json")
+    except CheckpointError as error:
+        why = f"not run: {error}"
+    weights = weights_in_memory(checkpoint, plan, engine, config)
+    caches = None if config is None else _caches(config, weights, engine, spec, batch, context, depth)
+    available, source = available_memory(engine.device)
+    return Memory(str(checkpoint.path), weights, caches, why, plan.nbytes(), available, source)
+
+
+def weights_in_memory(checkpoint: Checkpoint, plan: Plan, engine: EngineConfig, config: ModelConfig | None) -> Weights:
+    """Weights of a planned checkpoint as they will be held. `config` is None for an architecture that is not run."""
+    cpu = engine.device.startswith("cpu")
+    stored = stored_dtype(checkpoint.config) if config is None else config.dtype
+    dtype = engine.dtype or ("float32" if cpu else stored if stored in DTYPES else "bfloat16")
+    tied = None
+    if config is not None and config.tied_embeddings and "lm_head.weight" not in checkpoint.tensors:
+        tied = config.vocab_size, config.hidden_size
+    packs = cpu and dtype == "float32"
+    # a matrix is whole in float32 as it is packed; on a GPU codes are joined; otherwise it is made where it stays
+    each = 4 if packs else 0 if cpu else 1
+    held = tuple(held_weights(plan, engine.device, dtype, tied))
+    return Weights(engine.device, dtype, held, each * max(largest_product(plan), math.prod(tied or ())))
+
+
+def refuse_what_cannot_fit(checkpoint: Checkpoint, weights: Weights) -> None:
+    """Raises ConfigError where weights alone are more than there is, before any is read."""
+    available, source = available_memory(weights.device)
+    if available is not None and weights.nbytes > available:
+        smaller = "dtype='bfloat16', " if weights.dtype == "float32" else ""
+        raise ConfigError(
+            f"{checkpoint.path}: its weights take {as_bytes(weights.nbytes)} on {weights.device} in {weights.dtype}; "
+            f"expected at most {as_bytes(available)}, {source}. Try {smaller}another device or a smaller model; "
+            "`mtplab doctor PATH` says what takes how much; load_model(..., check_memory=False) tries all the same."
+        )
+
+
+def _caches(
+    c: ModelConfig, weights: Weights, engine: EngineConfig, spec: SpecConfig, batch: int, context: int, depth: int
+) -> Caches:
+    policy = resolve_policy(engine.quant_policy)
+    draft = policy.everywhere if spec.quant_policy is None else resolve_policy(spec.quant_policy)
+    deployed, size = DTYPE_BYTES[c.dtype], DTYPE_BYTES[weights.dtype]
+    copies = weights.device.startswith("cpu")  # decoding on a GPU reads the codes themselves
+    linear = c.layer_types.count("linear_attention")
+    layers = [policy.at(i) for i, kind in enumerate(c.layer_types) if kind == "full_attention"]
+    layers += [draft.at(i) for i in range(c.draft_caches(depth))]
+
+    def held(of: QuantPolicy) -> int:
+        sides = (side.storage for side in of.sides)
+        rows = sum(c.head_dim * (s.bits or 8 * size) // 8 + s.meta * deployed for s in sides)
+        return c.num_kv_heads * (rows + (2 * c.head_dim * size if of.quantised and copies else 0))
+
+    convolution = (c.conv_kernel - 1) * c.conv_dim * size
+    recurrent = 4 * c.linear_v_heads * c.linear_k_dim * c.linear_v_dim
+    steps = depth + 2 if depth else 1
+    return Caches(
+        batch, context, depth, policy.name, draft.name,
+        sum(map(held, layers)),
+        sum(each.bytes_per_token(c.num_kv_heads, c.head_dim, deployed) for each in layers),
+        linear * (convolution + steps * recurrent),
+    )  # fmt: skip

@@ -1,0 +1,156 @@
+"""When acceptance must not be believed: the target it was measured with is broken.
+
+A target counts as broken when text that the unquantised target wrote surprises it so much more that perplexity is up by
+half: KL of ln 1.5 = 0.405 nats per token, for on such text the ratio of perplexities estimates exp(KL). Quantisation
+that anybody uses stays far below: FP8 of the bundled model has 0.005 nats, and Llama 3 8B at 2 bits (llama.cpp's q2_K,
+ratio 1.56, ggerganov/llama.cpp#6936), which few would serve, lies just above. Without a reference there is no KL, and a
+target is compared with the best one of the same study over the same text. What is not a finite number is broken too.
+
+Works on rows or dicts with the same fields; knows nothing of how they were made or where they are shown.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from mtplab.study.words import cache_words, weights_words
+
+__all__ = ["COLUMNS", "CRITERION", "MARK", "faults", "kl_words", "quality_cells", "quality_notes", "sentences"]
+
+COLUMNS = ("KL, mnat", "top-1", "perplexity")
+BROKEN = 1.5  # times the perplexity of the unquantised target
+MARK = "⚠"
+CRITERION = (
+    f"{MARK} a broken target: its perplexity on the same text is {BROKEN:g} times the unquantised target's or more (KL "
+    f"of ln {BROKEN:g} = {math.log(BROKEN):.3f} nats per token)"
+)
+
+
+def faults(rows: Iterable[Any]) -> list[str | None]:
+    """For each row why its target is broken, in a few words; None where it is not, or where nobody knows."""
+    found = list(rows)
+    best: dict[tuple[Any, Any], float] = {}
+    for row in found:
+        perplexity = _get(row, "perplexity")
+        if perplexity is not None and _get(row, "kl") is None:
+            text = (_get(row, "checkpoint"), _get(row, "quality_text"))
+            best[text] = min(perplexity, best.get(text, math.inf))
+    return [_fault(row, best.get((_get(row, "checkpoint"), _get(row, "quality_text")))) for row in found]
+
+
+def _fault(row: Any, best: float | None) -> str | None:
+    kl, top1, perplexity = (_get(row, name) for name in ("kl", "top1_agreement", "perplexity"))
+    if kl is not None:
+        if kl < math.log(BROKEN):
+            return None
+        said = f"KL of {1e3 * kl:.0f} millinats from the unquantised target, top-1 agreement {top1_words(row)}"
+        reference = _get(row, "reference_perplexity")
+        return said + (f", perplexity {perplexity / reference:.2g} times as high" if perplexity and reference else "")
+    if perplexity is not None:
+        if best is None or perplexity < BROKEN * best:
+            return None
+        return f"perplexity {perplexity / best:.2g} times that of the best target here, on the same text"
+    return "no finite probabilities" if "not finite" in (_get(row, "quality_note") or "") else None
+
+
+def sentences(rows: Iterable[Any], most: int = 3) -> list[str]:
+    """A sentence for each broken target: what is wrong with it, and what acceptance length hides that."""
+    found = [row for row in rows if _get(row, "error") is None]
+    why = faults(found)
+    several = len({_get(row, "checkpoint") for row in found}) > 1
+    sound = [row for row, fault in zip(found, why, strict=True) if fault is None and _measured(row)]
+    broken: dict[tuple[Any, ...], tuple[Any, str]] = {}
+    for row, fault in zip(found, why, strict=True):
+        if fault is not None:
+            key = (_named(row, several), fault)
+            if key not in broken or _rank(row) > _rank(broken[key][0]):
+                broken[key] = (row, fault)
+    told = [_sentence(row, fault, sound, several) for row, fault in list(broken.values())[:most]]
+    if len(broken) > most:
+        told.append(f"{MARK} and {len(broken) - most} more broken targets.")
+    return told
+
+
+def _sentence(row: Any, fault: str, sound: list[Any], several: bool) -> str:
+    length, depth = _get(row, "acceptance_length"), _get(row, "depth")
+    said = f"{MARK} {_named(row, several)}: the target is broken ({fault})."
+    if length is None or not depth:
+        return said
+    like = [r for r in sound if all(_get(r, key) == _get(row, key) for key in ("depth", "temperature", "prompt_set"))]
+    best = max(like, key=lambda r: _get(r, "acceptance_length"), default=None)
+    beside = "" if best is None else f" ({_get(best, 'acceptance_length'):.2f} with {_named(best, several)})"
+    return (
+        f"{said} Its acceptance length at depth {depth}, {length:.2f}{beside}, says how easily it is guessed, and "
+        "nothing of whether it is right."
+    )
+
+
+def quality_notes(rows: Iterable[Any]) -> list[str]:
+    """What to know beside the numbers: broken targets, the criterion, the text, and why numbers are missing."""
+    found = [row for row in rows if _get(row, "error") is None]
+    told = sentences(found)
+    if told:
+        told.append(CRITERION)
+    told += dict.fromkeys(note for row in found if (note := _get(row, "quality_note")))
+    texts = dict.fromkeys(text for row in found if (text := _get(row, "quality_text")))
+    kinds = {"own": "what the unquantised target writes at temperature 1 from the prompts", "prompts": "the prompts"}
+    words = list(dict.fromkeys(kinds.get(text.partition(":")[0], text) for text in texts))
+    if words:
+        several = "; lines over different texts do not compare" if len(texts) > 1 else ""
+        over = f"{' or '.join(words)}{several}"
+        told.append(f"KL (from the unquantised target, millinats per token), top-1 and perplexity are over {over}")
+    return told
+
+
+def quality_cells(rows: Iterable[Any]) -> list[tuple[str, str, str]] | None:
+    """For each row the cells under `COLUMNS`, marked where its target is broken; None where no row was judged."""
+    found = list(rows)
+    if all(_get(row, "perplexity") is None and _get(row, "quality_note") is None for row in found):
+        return None
+    cells = []
+    for row, fault in zip(found, faults(found), strict=True):
+        kl = kl_words(row)
+        cells.append((kl if fault is None else f"{MARK} {kl}", top1_words(row), perplexity_words(row)))
+    return cells
+
+
+def kl_words(row: Any) -> str:
+    """Millinats per token, with its ±: `4.67 ±0.22`."""
+    kl, error = _get(row, "kl"), _get(row, "kl_error")
+    return "–" if kl is None else _short(1e3 * kl, 3) + (f" ±{_short(1e3 * error, 2)}" if error else "")
+
+
+def top1_words(row: Any) -> str:
+    """`94.4 %`."""
+    share = _get(row, "top1_agreement")
+    return "–" if share is None else f"{100 * share:.1f} %"
+
+
+def perplexity_words(row: Any) -> str:
+    """`24.9 ×1.006`: the perplexity, and its ratio to the reference's."""
+    mine, theirs = _get(row, "perplexity"), _get(row, "reference_perplexity")
+    return "–" if mine is None else _short(mine, 3) + (f" ×{mine / theirs:.4g}" if theirs else "")
+
+
+def _short(value: float, digits: int) -> str:
+    return f"{value:.0f}" if value >= 10**digits else f"{value:.{digits}g}"
+
+
+def _named(row: Any, several: bool) -> str:
+    origin = f"{_get(row, 'checkpoint')}: " if several else ""
+    words = weights_words(str(_get(row, "exclude_label")), _get(row, "model_format"))
+    return f"{origin}{words} · {cache_words(_get(row, 'quant_policy') or 'none')} cache"
+
+
+def _rank(row: Any) -> tuple[float, float]:
+    return -(_get(row, "temperature") or 0.0), _get(row, "depth")
+
+
+def _measured(row: Any) -> bool:
+    return _get(row, "perplexity") is not None and _get(row, "acceptance_length") is not None
+
+
+def _get(row: Any, name: str) -> Any:
+    return row.get(name) if isinstance(row, Mapping) else getattr(row, name, None)

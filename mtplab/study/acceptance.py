@@ -96,6 +96,23 @@ class Acceptance:
 
         Positions count from the prompt's first token; `edges` are at least two, growing.
         """
+        found = []
+        counted = self._in_context(depth, edges)
+        for (low, high), (tokens, rounds) in zip(itertools.pairwise(edges), counted, strict=True):
+            all_rounds = rounds.sum()
+            found.append((int(low), int(high), float(tokens.sum() / all_rounds) if all_rounds else None))
+        return found
+
+    def context_intervals(self, depth: int, edges: Sequence[int]) -> list[float | None]:
+        """Half a 95 % interval of each length of `by_context`, over the prompts that have rounds there (jackknife)."""
+        found = []
+        for tokens, rounds in self._in_context(depth, edges):
+            some = rounds > 0
+            found.append(jackknife(without_one(tokens[some], rounds[some])))
+        return found
+
+    def _in_context(self, depth: int, edges: Sequence[int]) -> list[tuple[np.ndarray, np.ndarray]]:
+        """(tokens [p], rounds [p]) of the rounds that begin in each range of positions."""
         if len(edges) < 2 or any(b <= a for a, b in itertools.pairwise(edges)):
             raise ConfigError(f"edges is {list(edges)!r}; expected at least two positions, each beyond the one before")
         counts = self.counts(depth)
@@ -103,8 +120,7 @@ class Acceptance:
         found = []
         for low, high in itertools.pairwise(edges):
             inside = np.where((starts >= low) & (starts < high), counts.visits, 0.0)
-            rounds = inside.sum()
-            found.append((int(low), int(high), float((inside * counts.length).sum() / rounds) if rounds else None))
+            found.append(((inside * counts.length).sum(1), inside.sum(1)))
         return found
 
     def schedule(self, depth_at: Callable[[np.ndarray], np.ndarray]) -> AcceptanceStats:

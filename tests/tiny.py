@@ -37,6 +37,28 @@ DEFAULTS: dict[str, Any] = {
 }
 
 
+MIXTURE: dict[str, Any] = {
+    "model_type": "qwen3_5_moe_text",
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 24,
+}
+
+
+def stacked(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The same weights with each layer's experts stacked, as transformers writes them."""
+    out = {name: value for name, value in tensors.items() if ".experts." not in name}
+    groups = dict.fromkeys(name.partition(".experts.")[0] + ".experts." for name in tensors if ".experts." in name)
+    for at in groups:
+        count = sum(name.startswith(at) and name.endswith("down_proj.weight") for name in tensors)
+        parts = {p: [tensors[f"{at}{e}.{p}_proj.weight"] for e in range(count)] for p in ("gate", "up", "down")}
+        both = zip(parts["gate"], parts["up"], strict=True)
+        out[f"{at}gate_up_proj"] = torch.stack([torch.cat(pair) for pair in both])
+        out[f"{at}down_proj"] = torch.stack(parts["down"])
+    return out
+
+
 def tiny_tensors(config: dict[str, Any], seed: int = 0, spread: float = 1.0) -> dict[str, torch.Tensor]:
     """Random weights under the names of the text model; `spread` widens the logits."""
     c, g = config, torch.Generator().manual_seed(seed)
@@ -50,10 +72,20 @@ def tiny_tensors(config: dict[str, Any], seed: int = 0, spread: float = 1.0) -> 
         std = scale if scale is not None else shape[-1] ** -0.5
         out[name] = (torch.randn(*shape, generator=g) * std).to(dtype)
 
+    def mlp(at: str, inner: int) -> None:
+        put(f"{at}gate_proj.weight", inner, h)
+        put(f"{at}up_proj.weight", inner, h)
+        put(f"{at}down_proj.weight", h, inner)
+
     def mlp_and_norms(at: str) -> None:
-        put(f"{at}mlp.gate_proj.weight", inner, h)
-        put(f"{at}mlp.up_proj.weight", inner, h)
-        put(f"{at}mlp.down_proj.weight", h, inner)
+        if "num_experts" in c:
+            put(f"{at}mlp.gate.weight", c["num_experts"], h, scale=2 * h**-0.5)
+            put(f"{at}mlp.shared_expert_gate.weight", 1, h)
+            mlp(f"{at}mlp.shared_expert.", c["shared_expert_intermediate_size"])
+            for expert in range(c["num_experts"]):
+                mlp(f"{at}mlp.experts.{expert}.", c["moe_intermediate_size"])
+        else:
+            mlp(f"{at}mlp.", inner)
         put(f"{at}input_layernorm.weight", h, scale=0.1)
         put(f"{at}post_attention_layernorm.weight", h, scale=0.1)
 
@@ -94,12 +126,14 @@ def tiny_tensors(config: dict[str, Any], seed: int = 0, spread: float = 1.0) -> 
     return out
 
 
-def write_tiny(folder: Path, seed: int = 0, spread: float = 1.0, **changes: Any) -> Path:
-    """A checkpoint folder with config.json and model.safetensors. `changes` override `DEFAULTS`."""
+def write_tiny(folder: Path, seed: int = 0, spread: float = 1.0, stack: bool = False, **changes: Any) -> Path:
+    """A checkpoint folder with config.json and model.safetensors. `changes` override `DEFAULTS` (and `MIXTURE` gives
+    experts, one by one or, with `stack`, stacked)."""
     config = DEFAULTS | changes
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config, indent=1))
-    write_safetensors(folder / "model.safetensors", tiny_tensors(config, seed, spread))
+    tensors = tiny_tensors(config, seed, spread)
+    write_safetensors(folder / "model.safetensors", stacked(tensors) if stack else tensors)
     return folder
 
 

@@ -15,11 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mtplab.errors import ConfigError
 from mtplab.models.head import DraftModule, Head
 from mtplab.models.model import Model
 from mtplab.models.norm import RMSNorm
 from mtplab.models.qwen3_5 import DecoderLayer, Target
 from mtplab.models.variant import exchanged
+from mtplab.quant.experts import Experts
 from mtplab.quant.linear import PackedLinear
 
 __all__ = ["Recorder", "probed"]
@@ -124,11 +126,19 @@ def probed(model: Model, quantised: Model) -> tuple[Target, Head | None, Recorde
     def swap(packed: PackedLinear) -> PackedLinear:
         return _Probe(packed, pairs[id(packed)], recorder)  # type: ignore[return-value]
 
-    target, draft = exchanged(model, swap)
+    target, draft = exchanged(model, swap, _no_experts)
     target = replace(target, layers=[_plain_layer(layer) for layer in target.layers], norm=_plain(target.norm))
     if draft is not None:
         draft = replace(draft, modules=[_plain_module(module) for module in draft.modules])
     return target, draft, recorder
+
+
+def _no_experts(experts: Experts) -> Experts:
+    # their rows are not the pass's rows, and whose each is would have to follow them
+    raise ConfigError(
+        "a mixture of experts has no estimate from gradients here: measure its modules, without --estimate or "
+        "with_estimate"
+    )
 
 
 def _linears(model: Model) -> list[PackedLinear]:

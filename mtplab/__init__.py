@@ -22,6 +22,7 @@ _WHERE = {
     "Cancelled": "mtplab.decode",
     "sweep": "mtplab.study",
     "trace": "mtplab.study.trace",
+    "compare_caches": "mtplab.study.cache_study",
     "compare_hidden": "mtplab.study.hidden",
     "memory": "mtplab.models.memory",
     "compare": "mtplab.report.comparison",
@@ -34,6 +35,7 @@ __all__ = [
     "MtplabError",
     "__version__",
     "compare",
+    "compare_caches",
     "compare_hidden",
     "generate",
     "load_model",
@@ -53,6 +55,7 @@ if TYPE_CHECKING:
     from mtplab.models.memory import memory
     from mtplab.report.comparison import compare
     from mtplab.study import sweep
+    from mtplab.study.cache_study import compare_caches
     from mtplab.study.hidden import compare_hidden
     from mtplab.study.trace import trace
 

@@ -72,7 +72,10 @@ def test_an_example_that_asks_for_what_is_not_there_is_found(up_to_the_work, cap
         up_to_the_work("mtplab report notebooks/01_fp8_to_speculation.ipynb -p depht 3", capsys)
 
 
-PAGES = ("README.md", "CONTRIBUTING.md", "notebooks/README.md", "data/README.md", "docs/depth.md", "docs/compare.md")
+PAGES = (
+    "README.md", "CONTRIBUTING.md", "notebooks/README.md", "data/README.md", "docs/depth.md", "docs/compare.md",
+    "docs/cache.md",
+)  # fmt: skip
 
 
 def commands_of(page: str) -> list[str]:

@@ -96,6 +96,23 @@ class Acceptance:
 
         Positions count from the prompt's first token; `edges` are at least two, growing.
         """
+        found = []
+        counted = self._in_context(depth, edges)
+        for (low, high), (tokens, rounds) in zip(itertools.pairwise(edges), counted, strict=True):
+            all_rounds = rounds.sum()
+            found.append((int(low), int(high), float(tokens.sum() / all_rounds) if all_rounds else None))
+        return found
+
+    def context_intervals(self, depth: int, edges: Sequence[int]) -> list[float | None]:
+        """Half a 95 % interval of each length of `by_context`, over the prompts that have rounds there (jackknife)."""
+        found = []
+        for tokens, rounds in self._in_context(depth, edges):
+            some = rounds > 0
+            found.append(jackknife(without_one(tokens[some], rounds[some])))
+        return found
+
+    def _in_context(self, depth: int, edges: Sequence[int]) -> list[tuple[np.ndarray, np.ndarray]]:
+        """(tokens [p], rounds [p]) of the rounds that begin in each range of positions."""
         if len(edges) < 2 or any(b <= a for a, b in itertools.pairwise(edges)):
             raise ConfigError(f"edges is {list(edges)!r}; expected at least two positions, each beyond the one before")
         counts = self.counts(depth)
@@ -103,8 +120,7 @@ class Acceptance:
         found = []
         for low, high in itertools.pairwise(edges):
             inside = np.where((starts >= low) & (starts < high), counts.visits, 0.0)
-            rounds = inside.sum()
-            found.append((int(low), int(high), float((inside * counts.length).sum() / rounds) if rounds else None))
+            found.append(((inside * counts.length).sum(1), inside.sum(1)))
         return found
 
     def schedule(self, depth_at: Callable[[np.ndarray], np.ndarray]) -> AcceptanceStats:
@@ -162,14 +178,21 @@ class Acceptance:
                     "acceptance_length": stats.acceptance_length,
                     "half_interval": self.interval(depth),
                     "few": self.few,
+                    "approximate": self.approximate,
                     "per_position": stats.per_position,
                     "conditional": stats.conditional,
                 }
             )
         return found
 
+    @property
+    def approximate(self) -> bool:
+        """Whether the traced output was given, and is not the target's own (`Trace.approximate`)."""
+        return self.trace.approximate
+
     def __repr__(self) -> str:
-        return f"<Acceptance: {len(self._slots)} prompts, depths 0 to {self.trace.max_depth}>"
+        said = ", approximate: the output was given" if self.approximate else ""
+        return f"<Acceptance: {len(self._slots)} prompts, depths 0 to {self.trace.max_depth}{said}>"
 
     def _repr_html_(self) -> str:
         names = ["depth", "rounds", "tokens", "tokens per round", "± (95 %)"]
@@ -196,11 +219,18 @@ class Acceptance:
         )
 
     def _caution(self) -> str:
-        """What to know of the intervals; empty where there are prompts enough."""
-        n = len(self._slots)
+        """What to know of the numbers; empty where there are prompts enough and the output is the target's own."""
+        n, said = len(self._slots), []
+        if self.approximate:
+            own = self.trace.settings["given"]["agreement"]
+            said.append(
+                f"approximate: of an output that was given, {100 * own:.1f} % of whose tokens are the target's own"
+            )
         if n < 2:
-            return "one prompt only: nothing says how far another would be off"
-        return f"over {n} prompts only: the intervals are rough" if self.few else ""
+            said.append("one prompt only: nothing says how far another would be off")
+        elif self.few:
+            said.append(f"over {n} prompts only: the intervals are rough")
+        return "; ".join(said)
 
     def __str__(self) -> str:
         lines = ["depth  rounds  tokens  length  ± 95 %"]

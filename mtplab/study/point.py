@@ -186,6 +186,6 @@ def excluded_modules(modules: Iterable[Any], part: str) -> tuple[str, ...]:
         sorted(
             m.name
             for m in modules
-            if m.part in mine and m.kind == "linear" and not (m.weight == "fp8" and m.activation == "fp8")
+            if m.part in mine and m.multiplies and not (m.weight == "fp8" and m.activation == "fp8")
         )
     )

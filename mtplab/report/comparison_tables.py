@@ -29,8 +29,8 @@ __all__ = [
 ]
 
 _LEGEND = (
-    "* outside its own 95 % interval, which one in twenty is by chance alone; ** beyond chance with all of them looked "
-    "at (Holm)"
+    "* outside its own 95 % interval, which one in twenty is by chance alone, and depths of one setting together; "
+    "** beyond chance with all of them looked at (Holm)"
 )
 NAME = 24  # characters of a file's name over a column
 _LINES = 20  # settings without a partner that are listed

@@ -22,8 +22,10 @@ _WHERE = {
     "Cancelled": "mtplab.decode",
     "sweep": "mtplab.study",
     "trace": "mtplab.study.trace",
+    "compare_caches": "mtplab.study.cache_study",
     "compare_hidden": "mtplab.study.hidden",
     "memory": "mtplab.models.memory",
+    "compare": "mtplab.report.comparison",
 }
 
 __all__ = [
@@ -32,6 +34,8 @@ __all__ = [
     "ConfigError",
     "MtplabError",
     "__version__",
+    "compare",
+    "compare_caches",
     "compare_hidden",
     "generate",
     "load_model",
@@ -49,7 +53,9 @@ if TYPE_CHECKING:
     from mtplab.errors import CheckpointError, ConfigError, MtplabError
     from mtplab.models import load_model
     from mtplab.models.memory import memory
+    from mtplab.report.comparison import compare
     from mtplab.study import sweep
+    from mtplab.study.cache_study import compare_caches
     from mtplab.study.hidden import compare_hidden
     from mtplab.study.trace import trace
 

@@ -16,6 +16,7 @@ import typer
 from mtplab.cli_advise import advise
 from mtplab.cli_audit import audit
 from mtplab.cli_common import ReaderGone, note, warnings_as_notes
+from mtplab.cli_compare import compare
 from mtplab.cli_doctor import doctor
 from mtplab.cli_exclude import exclude
 from mtplab.cli_generate import generate
@@ -38,7 +39,8 @@ app.command(short_help="What is in a checkpoint, what is wrong with it, what eng
 app.command(short_help="Acceptance by depth, cache policy and exclusions; kept and read back.")(sweep)
 app.command(short_help="What draft depth pays on a GPU, from acceptance and a cost model.")(advise)
 app.command(short_help="Which modules must stay BF16: each one's cost, and a list for a budget.")(exclude)
-app.command(short_help="Execute a notebook, write it as one HTML file.")(report)
+app.command(short_help="Execute a notebook, or take a sweep's results: one HTML file.")(report)
+app.command(short_help="Result files side by side: differences, with intervals.")(compare)
 app.command(short_help="Write a checkpoint anew: to FP8, to BF16, in another layout.")(quantize)
 app.command(short_help="What runs here: versions, devices, kernels or torch, and why.")(doctor)
 

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -83,6 +83,12 @@ def exclude(
             metavar="FOLDER", help="Where measurements are kept.  [default: results/<checkpoint>]", parser=path_of
         ),
     ] = None,
+    estimate: Annotated[
+        bool,
+        typer.Option(
+            "--estimate", help="Rank the groups by gradients, in seconds, with none of them run; nothing is searched."
+        ),
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")] = False,
 ) -> None:
     """Find which modules must stay BF16: each one's cost in FP8, and the smallest list that keeps a budget.
@@ -94,6 +100,7 @@ def exclude(
     \b
     Examples:
       mtplab exclude data/tiny-qwen3_5
+      mtplab exclude data/tiny-qwen3_5 --estimate
       mtplab exclude data/tiny-qwen3_5 --portable --al-budget 1% --kl-budget 0.004 --groups kind
       mtplab exclude data/tiny-qwen3_5 --groups "mtp.fc,*.out_proj,*.o_proj" --limit 2 --json
     """
@@ -123,6 +130,9 @@ def exclude(
         exact=exact,
         results=results if results is not None else Path("results") / path.resolve().name,
     )
+    if estimate:
+        _estimate(meter, as_json)
+        return
     with _progress(path.name) as progress:
         found = search_exclusions(
             meter,
@@ -143,6 +153,19 @@ def exclude(
         say(f"Engines: {engines}")
         say()
         say(f"mtplab quantize {shlex.quote(str(path))} OUT --exclude {shlex.quote(','.join(found.exclude))}")
+
+
+def _estimate(meter: Any, as_json: bool) -> None:
+    from mtplab.study.estimate import estimated
+    from mtplab.study.estimate_ranking import ranking, ranking_dict, together_sentence
+
+    found = estimated(meter)
+    if as_json:
+        print_json(ranking_dict(meter, found))
+        return
+    say(ranking(meter, found))
+    say()
+    say(together_sentence(meter, found))
 
 
 def _share(text: str) -> float:

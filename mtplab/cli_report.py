@@ -1,6 +1,6 @@
-"""`mtplab report`: a notebook, executed, as one HTML file.
+"""`mtplab report`: a notebook, executed, or the results of a sweep, as one HTML file.
 
-Turns options into one call of `mtplab.report.html.render_report`; knows nothing of notebooks itself.
+Turns options into one call of `render_report` or `write_results`; knows nothing of notebooks or rows itself.
 """
 
 from __future__ import annotations
@@ -20,10 +20,18 @@ from mtplab.errors import ConfigError
 __all__ = ["Lines", "join_parameters", "report"]
 
 _FLAGS = ("-p", "--parameter")
+_RESULTS = (".jsonl", ".json", ".html", ".htm")
 
 
 def report(
-    notebook: Annotated[Path, typer.Argument(help="The .ipynb file.", metavar="NOTEBOOK", parser=path_of)],
+    source: Annotated[
+        Path,
+        typer.Argument(
+            help="An .ipynb file; or a results folder, a .jsonl or .json file of rows, or an earlier page.",
+            metavar="NOTEBOOK|RESULTS",
+            parser=path_of,
+        ),
+    ],
     parameter: Annotated[
         list[str] | None,
         typer.Option(
@@ -39,27 +47,46 @@ def report(
             "-o", "--output", metavar="FILE", help="The HTML file; below reports/ if left out.", parser=path_of
         ),
     ] = None,
-    execution_timeout: Annotated[int, typer.Option(metavar="SECONDS", help="Seconds that one cell may take.")] = 600,
+    execution_timeout: Annotated[
+        int | None, typer.Option(metavar="SECONDS", help="Seconds that one cell may take.  [default: 600]")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")] = False,
 ) -> None:
-    """Execute a notebook and write it as one HTML file that opens without a network.
+    """Execute a notebook, or read a sweep's results, and write one HTML file that opens without a network.
 
-    The notebook in the repository is not changed; the executed copy lies beside the page.
+    The notebook in the repository is not changed; the executed copy lies beside the page. Results take no kernel and
+    a few seconds: what they say, figures, tables, the explorer, and what failed.
 
     \b
     Examples:
       mtplab report notebooks/01_fp8_to_speculation.ipynb
       mtplab report notebooks/01_fp8_to_speculation.ipynb -p max_depth 4 -p policies "['none', 'fp8']" -o short.html
       mtplab report notebooks/01_fp8_to_speculation.ipynb -p prompts my.jsonl --execution-timeout 120
+      mtplab report results/tiny-qwen3_5 -o results.html
     """
     parameters = dict(_parameter(text) for text in parameter or [])
-    if execution_timeout < 1:
+    if execution_timeout is not None and execution_timeout < 1:
         raise ConfigError(f"--execution-timeout is {execution_timeout}; expected at least 1 second")
+    if source.is_dir() or source.suffix.lower() in _RESULTS:
+        for option, given in (("-p", parameters), ("--execution-timeout", execution_timeout)):
+            if given:
+                raise ConfigError(
+                    f"{option} is for a notebook, and {source} holds results, which are read and not run: leave it out"
+                )
+        from mtplab.report.results_page import write_results
+
+        _tell(write_results(source, output), {}, as_json)
+        return
     from mtplab.report import render_report
 
     # its own bar, if there is somebody to look at it
     follow = None if sys.stderr.isatty() else Lines()
-    page = render_report(notebook, parameters, output, execution_timeout=execution_timeout, on_progress=follow)
+    seconds = execution_timeout or 600
+    page = render_report(source, parameters, output, execution_timeout=seconds, on_progress=follow)
+    _tell(page, parameters, as_json)
+
+
+def _tell(page: Path, parameters: dict[str, Any], as_json: bool) -> None:
     if as_json:
         print_json({"report": str(page), "parameters": parameters})
     else:

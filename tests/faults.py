@@ -8,19 +8,21 @@ import torch
 
 from mtplab.models import Model
 from mtplab.models.norm import RMSNorm
-from mtplab.models.qwen3_5 import Head
 from mtplab.quant.block import ScaledTensor, quantize_block
 from mtplab.quant.linear import LinearWeight, PackedLinear
 
 
 def with_draft(model: Model, **changes) -> Model:
-    """The model with these fields of its head replaced."""
-    return dataclasses.replace(model, draft=dataclasses.replace(model.draft, **changes))
+    """The model with these fields of its head's module replaced."""
+    (module,) = model.draft.modules
+    return dataclasses.replace(
+        model, draft=dataclasses.replace(model.draft, modules=[dataclasses.replace(module, **changes)])
+    )
 
 
 def _fc(model: Model, change) -> Model:
     with torch.inference_mode():
-        fc = model.draft.fc
+        fc = model.draft.modules[0].fc
         weight = LinearWeight("mtp.fc", change(fc.weights()[0]), fc.rounded[0])
         return with_draft(model, fc=PackedLinear([weight], model.dtype, model.device))
 
@@ -47,9 +49,9 @@ def norms_without_one(model: Model) -> Model:
         norms = {name: getattr(module, name) for name in names}
         return {name: RMSNorm(norm.weight - 1, norm.eps) for name, norm in norms.items()}
 
-    head: Head = model.draft
-    layer = dataclasses.replace(head.layer, **without(head.layer, "input_norm", "post_norm"))
-    return with_draft(model, layer=layer, **without(head, "norm_embedding", "norm_hidden", "norm"))
+    (module,) = model.draft.modules
+    layer = dataclasses.replace(module.layer, **without(module.layer, "input_norm", "post_norm"))
+    return with_draft(model, layer=layer, **without(module, "norm_embedding", "norm_hidden", "norm"))
 
 
 FAULTS = {

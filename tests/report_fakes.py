@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
+import json
 import random
 import threading
+from pathlib import Path
 from types import SimpleNamespace
 
 from mtplab.study.row import ResultRow
@@ -73,6 +76,42 @@ def _by_prompt(part, name, prompts=8):
     tokens = [part["tokens"] * share / sum(shares) for share in shares]
     accepted = [part["accepted"] / prompts] * prompts
     return {"prompt_rounds": rounds, "prompt_tokens": tokens, "prompt_accepted": accepted}
+
+
+def counted(tokens, rounds, depth=2, **changes) -> ResultRow:
+    """A row that holds just these counts, one of each a prompt, in one domain."""
+    total, n = sum(tokens), sum(rounds)
+    part = {
+        "tokens": total,
+        "rounds": n,
+        "drafted": n * depth,
+        "accepted": total - n,
+        "acceptance_length": total / n,
+        "per_position": [(total - n) / (n * depth)] * depth,
+    }
+    each = {
+        "prompt_tokens": list(tokens),
+        "prompt_rounds": list(rounds),
+        "prompt_accepted": [a - b for a, b in zip(tokens, rounds, strict=True)],
+    }
+    changes = {"n_prompts": len(tokens), "by_domain": {"all": {**part, **each}}, **changes}
+    return row(depth, **{**part, **changes})
+
+
+def write_results(folder, study) -> Path:
+    """A results folder with these rows, one file for each of their points."""
+    folder = Path(folder)
+    folder.mkdir(parents=True)
+    points = {}
+    for each in study:
+        points.setdefault(each.point, []).append(each)
+    for name, found in points.items():
+        config = {"point": name}
+        point = hashlib.sha256(json.dumps(config, separators=(",", ":")).encode()).hexdigest()
+        lines = [json.loads(each.model_copy(update={"point": point}).to_json()) for each in found]
+        content = {"schema": 1, "hash": point, "config": config, "rows": lines}
+        (folder / f"{point}.json").write_text(json.dumps(content))
+    return folder
 
 
 def rows(depths=range(5), policies=("none", "int8", "int4"), excludes=("published", "*"), temperatures=(0.0,)):

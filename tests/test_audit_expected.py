@@ -10,6 +10,7 @@ import torch
 from mtplab.checkpoint import open_checkpoint, write_safetensors
 from mtplab.checkpoint.audit.expected import expected_modules
 from tests.checkpoint_builders import CHECKPOINTS
+from tiny import MIXTURE, write_tiny
 
 
 def changed(source: Path, folder: Path, change) -> Path:
@@ -64,6 +65,19 @@ def test_one_matrix_in_place_of_several_is_no_fault(bundled, tmp_path):
         tensors[f"{at}gate_up_proj.weight"] = torch.cat(parts)
 
     assert found(changed(bundled, tmp_path / "x", fuse), "absent") == []
+
+
+@pytest.mark.parametrize("stack", [False, True], ids=["single", "stacked"])
+def test_experts_are_asked_for_however_files_hold_them(tmp_path, stack):
+    path = write_tiny(tmp_path / "m", stack=stack, **MIXTURE)
+    assert found(path, "absent") == found(path, "wrong-shape") == []
+
+    def lose(tensors):
+        tensors.pop("mtp.layers.0.mlp.experts.down_proj" if stack else "mtp.layers.0.mlp.experts.5.down_proj.weight")
+
+    (finding,) = found(changed(path, tmp_path / "x", lose), "absent")
+    assert len(finding.tensors) == (8 if stack else 1)
+    assert "mtp.layers.0.mlp.experts.5.down_proj" in finding.tensors
 
 
 @pytest.mark.parametrize("name", sorted(path.name for path in CHECKPOINTS.iterdir()))

@@ -11,6 +11,7 @@ from importlib import import_module
 import pytest
 
 from mtplab.cli import main
+from tests.report_fakes import rows, write_results
 
 
 class Reached(Exception):
@@ -23,6 +24,12 @@ def up_to_the_work(repo, tmp_path, monkeypatch):
     for name in ("data", "notebooks", "pyproject.toml"):
         (tmp_path / name).symlink_to(repo / name)
     monkeypatch.chdir(tmp_path)
+    # what sweeps and reports of a reader's own have left
+    for name in ("before", "after", "tiny-qwen3_5"):
+        write_results(tmp_path / "results" / name, rows(depths=range(3), policies=("none",)))
+    for policy in ("int8", "fp8"):
+        write_results(tmp_path / "results" / policy, rows(range(3), (policy,), ("published",)))
+    (tmp_path / "rows.jsonl").write_text("".join(each.to_json() + "\n" for each in rows(range(3))))
 
     def stop(*arguments, **options):
         raise Reached
@@ -32,13 +39,14 @@ def up_to_the_work(repo, tmp_path, monkeypatch):
     monkeypatch.setattr("mtplab.models.load_model", stop)
     monkeypatch.setattr("papermill.execute_notebook", stop)
     monkeypatch.setattr("mtplab.checkpoint.convert.quantize.Partial", stop)
+    monkeypatch.setattr("mtplab.report.page.Page.render", stop)
 
     def run(line: str, capsys) -> None:
         words = shlex.split(line.split(" > ")[0], comments=True)
         assert words[0] == "mtplab"
         code = main(words[1:])
         err = capsys.readouterr().err
-        done = words[1] in ("doctor", "audit", "advise") and code == 0  # which run nothing
+        done = words[1] in ("doctor", "audit", "advise", "compare") and code == 0  # which run nothing
         assert done or (code == 1 and "Reached" in err), f"{line}\n{err}"
 
     return run
@@ -46,7 +54,8 @@ def up_to_the_work(repo, tmp_path, monkeypatch):
 
 def test_every_example_in_the_help_is_accepted(up_to_the_work, capsys):
     examples = []
-    for name in ([], ["generate"], ["sweep"], ["audit"], ["quantize"], ["report"], ["doctor"], ["advise"], ["exclude"]):
+    commands = ("generate", "sweep", "audit", "quantize", "report", "compare", "doctor", "advise", "exclude")
+    for name in ([], *([command] for command in commands)):
         main([*name, "--help"])
         lines = capsys.readouterr().out.splitlines()
         examples += [line.strip() for line in lines if line.startswith("    mtplab ")]
@@ -63,7 +72,10 @@ def test_an_example_that_asks_for_what_is_not_there_is_found(up_to_the_work, cap
         up_to_the_work("mtplab report notebooks/01_fp8_to_speculation.ipynb -p depht 3", capsys)
 
 
-PAGES = ("README.md", "CONTRIBUTING.md", "notebooks/README.md", "data/README.md", "docs/depth.md")
+PAGES = (
+    "README.md", "CONTRIBUTING.md", "notebooks/README.md", "data/README.md", "docs/depth.md", "docs/compare.md",
+    "docs/cache.md",
+)  # fmt: skip
 
 
 def commands_of(page: str) -> list[str]:

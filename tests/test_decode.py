@@ -154,7 +154,7 @@ def test_draft_cache_after_rejection_equals_replayed_state(model):
         read = int(run.lengths[0]) - 2 - int(run._unread.last[0])  # slots before this one have been re-read
         replay = new_run(model, [model.encode(PROMPTS[0]) + run.tokens[0]], 1, "int8")
         replay.prefill()
-    mine, fresh = run.state.draft, replay.state.draft
+    (mine,), (fresh,) = run.state.draft, replay.state.draft
     # the prompt's chunked pass and decoding's recurrent one differ in the last bits of the target's hidden states
     torch.testing.assert_close(mine.values[..., :read, :], fresh.values[..., :read, :], rtol=0, atol=0.05)
     prompt = len(model.encode(PROMPTS[0]))
@@ -292,7 +292,7 @@ def test_draft_policy_reaches_the_drafts_cache_only(model):
     run = new_run(model, PROMPTS[:1], 2, "none")
     run = Run(model, run.prompts, run.spec, run.sampling, run_policy, draft_policy, True)
     kinds = {c.policy.name for c in run.state.target if not isinstance(c, DeltaState)}
-    assert kinds == {"none"} and run.state.draft.policy.name == "int4"
+    assert kinds == {"none"} and run.state.draft[0].policy.name == "int4"
 
 
 def test_a_headless_checkpoint_decodes_plainly(tmp_path):
@@ -315,7 +315,7 @@ def test_memory_account(model):
 @pytest.mark.parametrize("policy", list(POLICIES))
 def test_memory_account_equals_what_is_allocated(model, policy):
     run = new_run(model, PROMPTS[:2], 2, policy)
-    cache = run.state.draft
+    (cache,) = run.state.draft
     held = sum(x.nbytes for part in cache.parts for x in part.held)
     if policy == "none":  # computed and held in float32 here, in the checkpoint's BF16 on file
         held //= 2

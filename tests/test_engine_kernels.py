@@ -219,14 +219,14 @@ def test_a_prompt_of_many_segments_is_decoded_once(tmp_path, monkeypatch, policy
         monkeypatch.setenv("MTPLAB_KERNELS", how)
         run = new_run(model, prompts, policy)
         decoded: list[int] = []
-        for cache in (run.state.target[1], run.state.draft):
+        for cache in (run.state.target[1], run.state.draft[0]):
             part = cache.parts[0]
             part.codec = Counted(part.codec, lambda codes, decoded=decoded: decoded.append(len(codes.flatten(0, -2))))
         with torch.inference_mode():
             run.prefill()
         # K and V of one head, in the target's layer and in the draft's, padded to whole chunks
         assert sum(decoded) <= 2 * 2 * 2 * (5 * runner.SEGMENT), decoded
-        assert (run.state.draft.values is None) == (how == "triton"), "a copy outlives the prompts"
+        assert (run.state.draft[0].values is None) == (how == "triton"), "a copy outlives the prompts"
         ends.append([run.last, run._unread.hidden, run.state.target[1].codes.view(torch.uint8)])
     for a, b in zip(*ends, strict=True):
         assert torch.equal(a, b)

@@ -42,7 +42,7 @@ def test_hidden_stage_is_one_call_apart(healthy, stage):
     the head normalises what it reads, and even weights make both stages alike."""
     model, _ = healthy
     uneven = 2.0 ** torch.linspace(-6, 6, model.config.hidden_size)
-    mine, theirs = model.draft.norm, model.target.norm
+    mine, theirs = model.draft.modules[0].norm, model.target.norm
     model = with_draft(model, norm=RMSNorm(mine.weight * uneven.roll(7), mine.eps))
     target = dataclasses.replace(model.target, norm=RMSNorm(theirs.weight * uneven, theirs.eps))
     model = dataclasses.replace(model, target=target)

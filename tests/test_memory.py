@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from mtplab.cli import main
 from mtplab.decode.state import RunState
 from mtplab.models import machine
 from mtplab.models.cache import DeltaState, KVCache
+from mtplab.models.held import held_weights, largest_product
 from mtplab.models.memory import Memory
 from tests.checkpoint_builders import CHECKPOINTS
 from tests.tiny import write_tiny
@@ -132,7 +134,7 @@ def test_caches_are_those_of_a_run(tmp_path, policy, draft_policy, dtype):
         batch=batch, context=context, depth=depth,
     ).caches  # fmt: skip
     state = RunState(model, batch, context, model.policy("target"), model.policy("draft"), depth)
-    caches = [cache for cache in (*state.target, state.draft) if isinstance(cache, KVCache)]
+    caches = [cache for cache in (*state.target, *state.draft) if isinstance(cache, KVCache)]
     deltas = [cache for cache in state.target if isinstance(cache, DeltaState)]
     assert said.token == sum(cache.bytes_per_slot for cache in caches)
     assert said.batch * said.state == sum(
@@ -166,6 +168,26 @@ def test_a_load_that_cannot_fit_is_refused_before_it_reads(monkeypatch, bundled)
     monkeypatch.setattr("mtplab.models.memory.available_memory", lambda device: (1_000_000, "memory of a thimble"))
     assert load_model(bundled, check_memory=False).config.vocab_size
     assert mtplab.memory(bundled).fits is False
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory."), MemoryError()])
+def test_memory_that_runs_out_is_said(monkeypatch, bundled, error):
+    def run_out(*_):
+        raise error
+
+    monkeypatch.setattr("mtplab.models.model.build_target", run_out)
+    with pytest.raises(ConfigError, match="memory ran out while its weights were read"):
+        load_model(bundled)
+
+
+def test_what_torch_says_of_a_shortage_is_known(monkeypatch, bundled):
+    """More than any machine has; and an error of another kind is not taken for a shortage."""
+    monkeypatch.setattr("mtplab.models.model.build_target", lambda *_: torch.empty(1 << 60, dtype=torch.uint8))
+    with pytest.raises(ConfigError, match="memory ran out"):
+        load_model(bundled)
+    monkeypatch.setattr("mtplab.models.model.build_target", lambda *_: torch.ones(2) @ torch.ones(3))
+    with pytest.raises(RuntimeError, match="size"):
+        load_model(bundled)
 
 
 def test_what_is_there_is_the_least_of_machine_and_container(tmp_path, monkeypatch):
@@ -213,6 +235,18 @@ def test_of_an_architecture_that_is_not_run_the_weights_are_said(capsys):
     assert {each.part for each in said.weights.held} >= {"embedding", "target", "head", "draft"}
     assert main(["doctor", str(path)]) == 0
     assert "all weights" in (out := capsys.readouterr().out) and "mtplab runs" in out
+
+
+def test_a_stack_of_experts_is_counted_as_its_matrices():
+    plan = mtplab.open_checkpoint(CHECKPOINTS / "ds-v3-ragged-mtp" / "ckpt").plan()
+    expert = next(m for m in plan.modules if m.kind == "linear" and m.weight == "bf16" and m.part == "target")
+    one = replace(expert, name="model.layers.0.mlp.experts.gate_up_proj", shape=(96, 512))
+    stack = replace(one, kind="other", shape=(8, 96, 512))
+    for dtype, size in (("float32", 2), ("bfloat16", 2)):
+        (held,) = held_weights(replace(plan, modules=(stack,)), "cpu", dtype)
+        (each,) = held_weights(replace(plan, modules=(one,)), "cpu", dtype)
+        assert held.nbytes == 8 * 96 * 512 * size == 8 * each.nbytes
+    assert largest_product(replace(plan, modules=(stack,))) == 96 * 512
 
 
 def test_settings_are_checked(bundled):

@@ -112,7 +112,7 @@ def test_head_equals_transformers_layers(pair, ids):
         n = len(ids) - 1
         run = passes.make(torch.arange(n)[None], n, False)
         embedded = model.target.embedding[torch.tensor(ids[1:])]
-        mine = model.draft.normed(model.draft(embedded, hidden[:-1], run, model.draft_cache(1, 256, NONE)))
+        mine = model.draft.normed(model.draft(embedded, hidden[:-1], run, *model.draft_caches(1, 1, 256, NONE)))
     assert (mine - expected).abs().max() < TOLERANCE
 
 
@@ -166,7 +166,7 @@ def test_unknown_architecture_is_named(bundled):
         ("layer_types", 5, r"layer_types is 5; expected a JSON list"),
         ("rope_parameters", 7, r"rope_parameters is 7; expected a JSON dict"),
         ("eos_token_id", {}, r"eos_token_id is \{\}; expected an id"),
-        ("mtp_num_hidden_layers", 3, r"mtp_num_hidden_layers is 3; expected 0 or 1"),
+        ("mtp_num_hidden_layers", 17, r"mtp_num_hidden_layers is 17; expected a whole number from 0 to 16"),
         ("num_hidden_layers", 10**12, r"expected a positive int of at most 10000"),
         ("hidden_size", None, r"hidden_size is None|hidden_size is missing"),
         ("num_key_value_heads", 3, r"num_attention_heads is 4; expected a multiple of 3"),

@@ -141,7 +141,7 @@ def test_the_value_is_observed_and_can_be_set(tree):
 
 def test_names_are_inert_and_globs_in_them_are_quoted(checkpoint):
     class Module:
-        kind, part, stored, weight, shape, loaded_nbytes = "linear", "target", "BF16", "bf16", (128, 128), 32768
+        multiplies, part, stored, weight, shape, loaded_nbytes = True, "target", "BF16", "bf16", (128, 128), 32768
 
         def __init__(self, name):
             self.name = name

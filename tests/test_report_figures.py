@@ -8,6 +8,8 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from matplotlib.collections import PolyCollection
+from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 from PIL import Image
 
@@ -187,12 +189,25 @@ def test_break_even_without_plain_decoding_says_so():
         assert "no timed rows with and without drafts; sweep with method='run'" in break_even(study).alt
 
 
+def map_cells(axes):
+    """(text, colour) of every cell, row by row; each text lies in the middle of a square."""
+    squares, texts = {}, {}
+    for drawn in axes.collections:
+        if isinstance(drawn, PolyCollection):
+            for path in drawn.get_paths():
+                squares[tuple(path.vertices[:4].mean(0))] = to_hex(drawn.get_facecolor()[0]).upper()
+        else:
+            texts |= {tuple(place): drawn.get_gid() for place in drawn.get_offsets()}
+    assert texts.keys() == squares.keys()
+    return [(texts[at], squares[at]) for at in sorted(texts, key=lambda at: at[::-1])]
+
+
 def test_map_colours_every_module_by_its_dtype_and_writes_the_bits():
     picture = checkpoint_map(plan())
     axes = axes_of(picture)[0]
-    assert len(axes.patches) == len(plan().modules)
-    texts = [text.get_text() for text in axes.texts]
-    assert texts.count("8·") == 5 and texts.count("16") == 4
+    cells = map_cells(axes)
+    assert len(cells) == len(plan().modules)
+    assert cells.count(("8·", DTYPE_COLOURS["fp8"])) == 5 and cells.count(("16", DTYPE_COLOURS["bf16"])) == 4
     assert "draft: 1 FP8, 1 BF16" in picture.alt
     rows_shown = [label.get_text() for label in axes.get_yticklabels()]
     assert rows_shown == ["outside the layers", "layer 0", "layer 1", "draft layer 0", "draft, outside"]
@@ -207,17 +222,17 @@ def test_layers_held_alike_share_a_row_in_a_deep_model():
     axes = axes_of(checkpoint_map(SimpleNamespace(modules=modules)))[0]
     labels = [label.get_text() for label in axes.get_yticklabels()]
     assert labels == ["layers 0–2, 4–6, 8–9 … (29)", "layers 3, 7, 11 … (10)", "layer 10"]
-    assert [text.get_text() for text in axes.texts] == ["8·", "8·", "8·", "8·", "16", "8·"]
+    assert [text for text, _ in map_cells(axes)] == ["8·", "8·", "8·", "8·", "16", "8·"]
 
 
 def test_experts_share_a_cell_that_says_when_they_differ():
     modules = [module(f"model.layers.0.mlp.experts.{e}.up_proj") for e in range(3)]
     alike = axes_of(checkpoint_map(SimpleNamespace(modules=modules)))[0]
-    assert [text.get_text() for text in alike.texts] == ["8·"]
+    assert [text for text, _ in map_cells(alike)] == ["8·"]
     assert [label.get_text() for label in alike.get_xticklabels()] == ["mlp.experts.*.up_proj"]
     modules[1].weight, modules[1].activation = "bf16", "none"
     differ = axes_of(checkpoint_map(SimpleNamespace(modules=modules)))[0]
-    assert [text.get_text() for text in differ.texts] == ["8/16"]
+    assert [text for text, _ in map_cells(differ)] == ["8/16"]
 
 
 def test_bytes_add_up():

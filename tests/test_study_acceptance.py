@@ -70,10 +70,13 @@ def test_counts_of_a_depth(found, depth):
     assert {name: s.rounds for name, s in acceptance.by_domain(depth).items()} == {
         name: sum(found.domains[r[0]] == name for r in rounds) for name in "abc"
     }
-    # the length of all prompts but one, each left out in turn
+    low, high = acceptance.interval(depth)
+    assert low <= acceptance.length(depth) <= high and (low < high or depth == 0)
+    # the ±: of the length of all prompts but one, each left out in turn
     tokens = np.array(LENGTHS) - 1
     each = np.array([sum(r[0] == prompt for r in rounds) for prompt in range(len(LENGTHS))])
-    assert acceptance.interval(depth) == pytest.approx(jackknife((tokens.sum() - tokens) / (each.sum() - each)))
+    left = jackknife((tokens.sum() - tokens) / (each.sum() - each))
+    assert acceptance.half_interval(depth) == pytest.approx(left)
 
 
 def test_by_position_in_the_context(found):
@@ -135,7 +138,8 @@ def test_how_many_prompts_are_few(bundled):
     model = mtplab.load_model(bundled)
     prompts = ["Once upon", "In the", "def f(", "The", "import", "A", "We", "It"]
     eight = trace(model, prompts, 2, max_new_tokens=6).acceptance()
-    assert not eight.few and eight.interval(2) > 0 and "rough" not in str(eight) + eight._repr_html_()
+    assert not eight.few and "rough" not in str(eight) + eight._repr_html_()
+    assert eight.interval(2)[0] < eight.length(2) < eight.interval(2)[1]
     one = trace(model, prompts[:1], 2, max_new_tokens=6).acceptance()
     assert one.few and one.interval(2) is None and "one prompt only" in str(one)
 

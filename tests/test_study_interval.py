@@ -8,7 +8,17 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from mtplab.study.interval import change_error, jackknife, length_error, prompt_counts, student
+from mtplab.study.interval import (
+    change,
+    change_error,
+    holm,
+    jackknife,
+    length_error,
+    prompt_counts,
+    same_prompts,
+    student,
+    student_p,
+)
 
 
 def row(rounds, tokens, label="prompts", domains=1, **more):
@@ -128,3 +138,65 @@ def test_a_domain_has_its_own():
 
 def test_plain_decoding_is_certain():
     assert length_error(row(np.full(9, 63), np.full(9, 63))) == 0.0
+
+
+@pytest.mark.parametrize("freedom", [1, 2, 3, 4, 5, 6, 7, 10, 23, 72, 999])
+@pytest.mark.parametrize("t", [0.0, 0.3, -1.0, 2.5, 7.0])
+def test_the_tails_are_students(freedom, t):
+    assert student_p(t, freedom) == pytest.approx(2 * stats.t.sf(abs(t), freedom), abs=1e-12)
+    assert student_p(math.inf, freedom) == 0
+
+
+def test_a_change_says_how_likely_it_is_by_chance():
+    rounds, tokens = drawn(np.random.default_rng(7), 20)
+    slower = rounds + np.random.default_rng(8).integers(0, 3, 20)
+    found = change(row(slower, tokens), row(rounds, tokens))
+    leave_out = np.array(by_hand(slower, tokens)) - np.array(by_hand(rounds, tokens))
+    deviation = math.sqrt(19 / 20 * ((leave_out - leave_out.mean()) ** 2).sum())
+    assert found.value == pytest.approx(tokens.sum() / slower.sum() - tokens.sum() / rounds.sum())
+    assert found.paired and found.p == pytest.approx(2 * stats.t.sf(abs(found.value) / deviation, 19), rel=1e-3)
+    assert (found.p < 0.05) == (abs(found.value) > found.error)
+    same = change(row(rounds, tokens), row(rounds, tokens))
+    assert (same.value, same.error, same.p) == (0, 0, 1)
+    certain = change(row(np.full(5, 10), np.full(5, 30)), row(np.full(5, 10), np.full(5, 20)))
+    assert (certain.value, certain.error, certain.p) == (1, 0, 0)
+    assert change(row(np.array([0, 0]), np.array([0, 0])), row(rounds, tokens)) is None
+
+
+def test_without_a_difference_one_in_twenty_lies_outside():
+    """Two halves of one population, unpaired, and two noisy readings of the same prompts, paired."""
+    generator = np.random.default_rng(9)
+    outside = {True: 0, False: 0}
+    for _ in range(1000):
+        rounds, tokens = drawn(generator, 24)
+        noisy = [rounds + generator.integers(0, 4, 24) for _ in range(2)]
+        outside[True] += change(row(noisy[0], tokens), row(noisy[1], tokens)).p < 0.05
+        others = drawn(generator, 24)
+        outside[False] += change(row(rounds, tokens), row(*others, label="others")).p < 0.05
+    assert all(0.03 <= count / 1000 <= 0.075 for count in outside.values()), outside
+
+
+def test_holms_procedure_step_by_step():
+    """The example of the procedure as the literature works it: 0.01 < 0.05/4, 0.015 < 0.05/3, 0.03 > 0.05/2: stop."""
+    assert holm([0.03, 0.01, 0.04, 0.015]) == [False, True, False, True]
+    assert holm([0.02, 0.02]) == [True, True] and holm([0.03, 0.03]) == [False, False]
+    assert holm([]) == []
+    generator = np.random.default_rng(10)
+    alarms = sum(any(holm(generator.uniform(size=30))) for _ in range(4000))
+    assert 0.035 <= alarms / 4000 <= 0.065, "of studies without any difference, one in twenty has an alarm"
+
+
+def test_which_rows_ran_the_same_prompts():
+    rounds, tokens = np.array([3, 4, 5]), np.array([9, 9, 9])
+
+    def said(label="prompts", ids=None, checkpoint="a", n=3):
+        config = {"config": {"prompt_digest": ids, "checkpoint": checkpoint}}
+        return row(rounds[:n], tokens[:n], label=label, provenance=config)
+
+    assert same_prompts(said(), said()) and not same_prompts(said(), said("others"))
+    assert same_prompts(said(ids="1"), said("renamed", ids="1"))
+    assert not same_prompts(said(ids="1"), said(ids="2")), "a file that was edited between two sweeps"
+    assert same_prompts(said(ids="1"), said(ids="2", checkpoint="b")), "ids of another tokenizer"
+    assert same_prompts(said(ids="1"), said()), "rows of before there was a digest"
+    assert not same_prompts(said(ids="1"), said(ids="1", n=2))
+    assert not same_prompts(said(), {**said(), "max_new_tokens": 32})

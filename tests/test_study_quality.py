@@ -309,7 +309,7 @@ def test_high_acceptance_over_a_broken_target_is_marked(bundled, bundled_fp8, tm
     assert bad.rows[1].perplexity > 4 * bad.rows[1].reference_perplexity
     assert faults(good) == [None, None] and None not in faults(bad)
     both = good + bad
-    line = next(line for line in both.to_table().splitlines() if line.startswith("published") and "⚠" in line)
+    line = next(line for line in both.to_table().splitlines() if line.startswith("bad ") and "⚠" in line)
     assert f"⚠ {1e3 * bad.rows[1].kl:.0f}" in line and f"{bad.rows[1].acceptance_length:.2f}" in line
     lengths = [f"{row.acceptance_length:.2f}" for row in (bad.rows[1], good.rows[1])]
     says = f"Its acceptance length at depth 4, {lengths[0]} ({lengths[1]} with "

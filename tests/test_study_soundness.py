@@ -83,3 +83,13 @@ def test_missing_numbers_say_why_and_texts_are_not_mixed_up():
     assert "no unquantised reference: …" in notes
     assert "over the prompts or what the unquantised target writes" in notes[-1] and "do not compare" in notes[-1]
     assert quality_cells(rows)[0] == ("–", "–", "20")
+
+
+def test_checkpoints_of_one_study_are_told_apart():
+    rows = [judged(0.005, checkpoint="good"), judged(1.0, checkpoint="bad")]
+    (said,) = sentences(rows)
+    assert "⚠ bad: published" in said and "with good: published" in said
+    lines = SweepResult(rows).to_table().splitlines()
+    assert lines[2].split()[0] == "checkpoint" and [line.split()[0] for line in lines[4:6]] == ["good", "bad"]
+    assert lines[0].startswith("acceptance length by depth · temperature 0")
+    assert "checkpoint" not in SweepResult(rows[:1]).to_table()

@@ -94,7 +94,7 @@ def test_the_output_is_plain_decodings_above_temperature_0(model, drafts):
 def test_a_cache_that_shrinks_holds_what_one_of_the_chosen_would(model, policy, rows):
     """In another order, and written to afterwards like any other."""
     heads, d = model.config.num_kv_heads, model.config.head_dim
-    whole = model.draft_cache(6, 256, resolve_policy(policy))
+    (whole,) = model.draft_caches(1, 6, 256, resolve_policy(policy))
     draw = torch.Generator().manual_seed(1)
 
     def write(cache, at: int, values: torch.Tensor) -> None:

@@ -196,7 +196,7 @@ class Plain:
                 padded = F.pad(given, (0, 0, 0, tokens.shape[1] - len(given)))[None]
                 embedded = run.gather(F.embedding(tokens, self.model.target.embedding))
                 return self.model.draft(
-                    embedded, run.gather(padded), run, self.model.draft_cache(1, capacity, resolve_policy("none"))
+                    embedded, run.gather(padded), run, *self.model.draft_caches(1, 1, capacity, resolve_policy("none"))
                 )
 
             out = self.model.draft.normed(self._pass(self.ids[1 : slot + 2 + j], head))[-1:]

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 
 from mtplab.checkpoint.write import write_safetensors
 
@@ -35,6 +37,28 @@ DEFAULTS: dict[str, Any] = {
 }
 
 
+MIXTURE: dict[str, Any] = {
+    "model_type": "qwen3_5_moe_text",
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 24,
+}
+
+
+def stacked(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The same weights with each layer's experts stacked, as transformers writes them."""
+    out = {name: value for name, value in tensors.items() if ".experts." not in name}
+    groups = dict.fromkeys(name.partition(".experts.")[0] + ".experts." for name in tensors if ".experts." in name)
+    for at in groups:
+        count = sum(name.startswith(at) and name.endswith("down_proj.weight") for name in tensors)
+        parts = {p: [tensors[f"{at}{e}.{p}_proj.weight"] for e in range(count)] for p in ("gate", "up", "down")}
+        both = zip(parts["gate"], parts["up"], strict=True)
+        out[f"{at}gate_up_proj"] = torch.stack([torch.cat(pair) for pair in both])
+        out[f"{at}down_proj"] = torch.stack(parts["down"])
+    return out
+
+
 def tiny_tensors(config: dict[str, Any], seed: int = 0, spread: float = 1.0) -> dict[str, torch.Tensor]:
     """Random weights under the names of the text model; `spread` widens the logits."""
     c, g = config, torch.Generator().manual_seed(seed)
@@ -48,10 +72,20 @@ def tiny_tensors(config: dict[str, Any], seed: int = 0, spread: float = 1.0) -> 
         std = scale if scale is not None else shape[-1] ** -0.5
         out[name] = (torch.randn(*shape, generator=g) * std).to(dtype)
 
+    def mlp(at: str, inner: int) -> None:
+        put(f"{at}gate_proj.weight", inner, h)
+        put(f"{at}up_proj.weight", inner, h)
+        put(f"{at}down_proj.weight", h, inner)
+
     def mlp_and_norms(at: str) -> None:
-        put(f"{at}mlp.gate_proj.weight", inner, h)
-        put(f"{at}mlp.up_proj.weight", inner, h)
-        put(f"{at}mlp.down_proj.weight", h, inner)
+        if "num_experts" in c:
+            put(f"{at}mlp.gate.weight", c["num_experts"], h, scale=2 * h**-0.5)
+            put(f"{at}mlp.shared_expert_gate.weight", 1, h)
+            mlp(f"{at}mlp.shared_expert.", c["shared_expert_intermediate_size"])
+            for expert in range(c["num_experts"]):
+                mlp(f"{at}mlp.experts.{expert}.", c["moe_intermediate_size"])
+        else:
+            mlp(f"{at}mlp.", inner)
         put(f"{at}input_layernorm.weight", h, scale=0.1)
         put(f"{at}post_attention_layernorm.weight", h, scale=0.1)
 
@@ -86,15 +120,37 @@ def tiny_tensors(config: dict[str, Any], seed: int = 0, spread: float = 1.0) -> 
         for name in ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm"):
             put(f"mtp.{name}.weight", h, scale=0.1)
         put("mtp.fc.weight", h, 2 * h)
-        mlp_and_norms("mtp.layers.0.")
-        attention("mtp.layers.0.")
+        for i in range(c["mtp_num_hidden_layers"]):
+            mlp_and_norms(f"mtp.layers.{i}.")
+            attention(f"mtp.layers.{i}.")
     return out
 
 
-def write_tiny(folder: Path, seed: int = 0, spread: float = 1.0, **changes: Any) -> Path:
-    """A checkpoint folder with config.json and model.safetensors. `changes` override `DEFAULTS`."""
+def write_tiny(folder: Path, seed: int = 0, spread: float = 1.0, stack: bool = False, **changes: Any) -> Path:
+    """A checkpoint folder with config.json and model.safetensors. `changes` override `DEFAULTS` (and `MIXTURE` gives
+    experts, one by one or, with `stack`, stacked)."""
     config = DEFAULTS | changes
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config, indent=1))
-    write_safetensors(folder / "model.safetensors", tiny_tensors(config, seed, spread))
+    tensors = tiny_tensors(config, seed, spread)
+    write_safetensors(folder / "model.safetensors", stacked(tensors) if stack else tensors)
+    return folder
+
+
+def write_deep(folder: Path, source: Path, layers: int, noise: float = 0.02) -> Path:
+    """The bundled checkpoint with its head's layer copied `layers` times, each copy a little off: drafts by a layer per
+    depth that the target accepts now and then, up to any depth."""
+    config = json.loads((source / "config.json").read_text()) | {"mtp_num_hidden_layers": layers}
+    tensors = load_file(source / "model.safetensors")
+    draw = torch.Generator().manual_seed(layers)
+    for name in [name for name in tensors if name.startswith("mtp.layers.0.")]:
+        for i in range(1, layers):
+            off = torch.randn(tensors[name].shape, generator=draw) * noise * tensors[name].float().std()
+            tensors[name.replace("layers.0.", f"layers.{i}.")] = (tensors[name].float() + off).to(tensors[name].dtype)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    for name in ("tokenizer.json", "generation_config.json"):
+        if (source / name).is_file():
+            shutil.copyfile(source / name, folder / name)
+    write_safetensors(folder / "model.safetensors", tensors)
     return folder

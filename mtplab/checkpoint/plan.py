@@ -14,6 +14,7 @@ from functools import cached_property
 from typing import Any
 
 from mtplab.checkpoint.exclusions import PUBLISHED, ListedModules, UserPatterns, parse_exclude
+from mtplab.checkpoint.experts import stacked_parts
 from mtplab.checkpoint.formats import QuantizationConfig, Scheme
 from mtplab.checkpoint.header import DTYPE_BITS, PLAIN_FLOATS, TensorInfo
 from mtplab.checkpoint.names import Reach, draft_prefixes, kind_of, module_of, nearest, part_of
@@ -34,7 +35,7 @@ class ModulePlan:
 
     name: str  # as it stands on disk, without ".weight"
     part: str  # "target", "draft", "embedding", "head"; "unused": no run loads it
-    kind: str  # "linear", "norm", "conv", "embedding", "other"
+    kind: str  # "linear", "experts" (stacked linear weights [e, n, k]), "norm", "conv", "embedding", "other"
     stored: str  # storage dtype of the weight, as safetensors spells it
     weight: str  # "fp8", "bf16", "f16", "f32"; any other storage dtype in lower case; "unusable"
     activation: str  # "fp8": rounded to FP8 before the product; "none"
@@ -46,6 +47,11 @@ class ModulePlan:
     # of activations that are rounded as they come: columns of a token that share a scale, 0 for all of them
     activation_group: int = LOAD_BLOCK[1]
     input_scale: TensorInfo | None = None  # the one scale of activations that are rounded by a stored one
+
+    @property
+    def multiplies(self) -> bool:
+        """Whether its weight is that of matrix products, one or one for each expert."""
+        return self.kind in ("linear", "experts")
 
     @property
     def loaded_nbytes(self) -> int:
@@ -136,7 +142,7 @@ def make_plan(
         draft.check(list(grouped), "draft_exclude")
     if quantization is None and model_format is None:
         _refuse_in_vain({"exclude": wanted, "draft_exclude": wanted_draft})
-    decide = _Decision(pairing, quantization, model_format, faulty)
+    decide = _Decision(config, pairing, quantization, model_format, faulty)
     drafts, reach = draft_prefixes(config), Reach(config)
     modules = []
     for name, members in grouped.items():
@@ -184,9 +190,14 @@ def _natural(name: str) -> list[Any]:
 
 class _Decision:
     def __init__(
-        self, pairing: Pairing, quantization: QuantizationConfig | None, model_format: str | None, faulty: bool
+        self,
+        config: dict[str, Any],
+        pairing: Pairing,
+        quantization: QuantizationConfig | None,
+        model_format: str | None,
+        faulty: bool,
     ) -> None:
-        self._pairing = pairing
+        self._config, self._pairing = config, pairing
         self._faulty = faulty
         self._quantization = quantization
         self._at_load = model_format == "fp8" and quantization is None
@@ -202,8 +213,10 @@ class _Decision:
         info = members[0]
         kind = kind_of(name, len(info.shape))
         quantised = self._pairing.is_quantised(info)
-        if kind == "linear" and not (quantised or info.name.endswith(".weight")):
-            kind = "other"  # a table or a stacked parameter of a layout that is not read as linear weights
+        if stacked_parts(info, self._config):
+            kind = "experts"
+        elif kind == "linear" and not (quantised or info.name.endswith(".weight")):
+            kind = "other"  # a table or a parameter of a layout that is not read as linear weights
         scale = self._pairing.scale_of(info.name)
         nbytes = sum(member.nbytes for member in members) + (scale.nbytes if scale is not None else 0)
         block: tuple[int, ...] | None = None
@@ -232,7 +245,8 @@ class _Decision:
             if self._at_load:
                 quantise, rule = self._loaded(name, kind, info, user)
                 if quantise:
-                    weight, activation, block = "fp8", "fp8", LOAD_BLOCK
+                    weight, activation = "fp8", "fp8"
+                    block = LOAD_BLOCK if kind == "linear" else (1, *LOAD_BLOCK)
             else:
                 rule = self._stored_plain(name, kind, info)
         return ModulePlan(
@@ -302,12 +316,12 @@ class _Decision:
         vain = "; model_format='fp8' does not quantise what an FP8 checkpoint left out" if self._asked_in_vain else ""
         if entry is not None:
             return f"{self._key} lists {shown(entry)}: kept in {info.dtype} as stored{junk}{vain}"
-        if kind == "linear":
+        if kind in ("linear", "experts"):
             return f"stored as {info.dtype} though {self._key} does not list it: the tensors count{junk}{vain}"
         return f"stored as {info.dtype}: only linear weights are quantised{junk}"
 
     def _loaded(self, name: str, kind: str, info: TensorInfo, user: UserPatterns) -> tuple[bool, str]:
-        if kind != "linear" or info.dtype not in PLAIN_FLOATS:
+        if kind not in ("linear", "experts") or info.dtype not in PLAIN_FLOATS:
             return False, f"stored as {info.dtype}: only linear weights are quantised as they are loaded"
         own = user.own_pattern(name)
         if own is not None:

@@ -35,23 +35,23 @@ def bound(
     policy: QuantPolicy,
     part: str = "target",
     calibration: Sequence[Sequence[int]] | None = None,
-    target_hidden: str = "post_norm",
+    hidden: tuple[str, str] = ("post_norm", "post_norm"),
 ) -> QuantPolicy:
     """The policy with the scales it needs for this model's "target" or "draft"; the policy itself where it needs none.
 
-    `calibration`: texts as token ids; `target_hidden`: what the draft reads of the target while they are read. Raises
-    ConfigError for a policy that does not fit the model, for texts that are not there or too long, and for a checkpoint
-    that lacks scales.
+    `calibration`: texts as token ids; `hidden`: what the draft reads of the target and of itself while they are read.
+    Raises ConfigError for a policy that does not fit the model, for texts that are not there or too long, and for a
+    checkpoint that lacks scales.
     """
     model.check_policy(policy, part)
     if not any(side.scales for side in policy.sides):
         return policy
-    sides = [_of_side(model, policy, part, which, calibration, target_hidden) for which in (0, 1)]
+    sides = [_of_side(model, policy, part, which, calibration, hidden) for which in (0, 1)]
     layers = {layer for side in sides for layer in side}
     return policy.with_scales({layer: (sides[0].get(layer), sides[1].get(layer)) for layer in layers})
 
 
-def _of_side(model, policy: QuantPolicy, part: str, which: int, texts, target_hidden: str) -> dict[int, Tensor]:
+def _of_side(model, policy: QuantPolicy, part: str, which: int, texts, hidden: tuple[str, str]) -> dict[int, Tensor]:
     side = policy.sides[which]
     if side.scales is None:
         return {}
@@ -63,7 +63,7 @@ def _of_side(model, policy: QuantPolicy, part: str, which: int, texts, target_hi
             "lists of token ids), such as prompts that are not those of the run"
         )
     found = {}
-    for layer, most in _largest(model, part, texts, target_hidden).items():
+    for layer, most in _largest(model, part, texts, hidden).items():
         amax = most[which] if side.scales == "calibrated-head" else most[which].amax(keepdim=True)
         # a head that is always zero loses nothing at scale 1
         scale = amax / torch.full_like(amax, _TOP[side.storage.name])
@@ -71,24 +71,27 @@ def _of_side(model, policy: QuantPolicy, part: str, which: int, texts, target_hi
     return found
 
 
-def _largest(model: Model, part: str, texts: Sequence[Sequence[int]], target_hidden: str) -> dict[int, Tensor]:
+def _largest(model: Model, part: str, texts: Sequence[Sequence[int]], hidden: tuple[str, str]) -> dict[int, Tensor]:
     """The largest |K| and |V| of each head by layer, [2, h_kv] float32."""
-    key = (tuple(map(tuple, texts)), target_hidden)
+    key = (tuple(map(tuple, texts)), hidden)
     seen = _SEEN.setdefault(model, {})
     if key not in seen:
         seen.clear()  # the last ones are what is asked for again
-        seen[key] = _measured(model, key[0], target_hidden)
+        seen[key] = _measured(model, key[0], hidden)
     return seen[key][part]
 
 
 @torch.inference_mode()
-def _measured(model: Model, texts: Sequence[Sequence[int]], target_hidden: str) -> dict[str, dict[int, Tensor]]:
+def _measured(model: Model, texts: Sequence[Sequence[int]], hidden: tuple[str, str]) -> dict[str, dict[int, Tensor]]:
     room = model.config.max_position - 1
     long = next((i for i, text in enumerate(texts) if len(text) > room), None)
     if long is not None:
         raise ConfigError(f"calibration text {long} has {len(texts[long])} tokens; expected at most {room}. Cut it")
     plain = resolve_policy("none")
-    spec = SpecConfig(depth=0 if model.draft is None else 1, target_hidden=target_hidden)
+    # to the last layer of a head that has one per depth, whose last slots are read with a token that is none of theirs
+    spec = SpecConfig(
+        depth=0 if model.draft is None else model.config.mtp_layers, target_hidden=hidden[0], draft_hidden=hidden[1]
+    )
     once = SamplingConfig(max_new_tokens=1)
     found: dict[str, dict[int, Tensor]] = {"target": {}, "draft": {}}
     with on_device(model.device):
@@ -96,7 +99,7 @@ def _measured(model: Model, texts: Sequence[Sequence[int]], target_hidden: str) 
             batch = [list(text) for text in texts[first : first + _BATCH]]
             run = Run(model, batch, spec, once, plain, plain, model.can_be_exact)
             run.prefill()
-            caches = {"target": dict(enumerate(run.state.target)), "draft": {0: run.state.draft}}
+            caches = {"target": dict(enumerate(run.state.target)), "draft": dict(enumerate(run.state.draft))}
             for part, layers in caches.items():
                 for layer, cache in layers.items():
                     if isinstance(cache, KVCache):

@@ -2,8 +2,10 @@
 
 A round that begins at a slot matters only as far as its drafts equal the output, so step j feeds the output's own
 tokens down the chain: each slot gets a copy of the draft's cache up to itself, and one pass of the head per step
-serves all slots. A slot whose draft missed is dropped: no round goes further from there. The passes are the runner's,
-on the runner's caches, so that with exact arithmetic the drafts are the runner's to the last bit.
+serves all slots. A slot whose draft missed is dropped: no round goes further from there. A head with a module per depth
+needs no copies: its step j reads all slots with the output's tokens, and that is what it is (`models/head.py`). The
+passes are the runner's, on the runner's caches, so that with exact arithmetic the drafts are the runner's to the last
+bit.
 
 Knows nothing of rounds or depths, nor of how the output came about; what follows for depths is the study's.
 """
@@ -75,13 +77,13 @@ def draft_table(
         if count:
             part = SlotTable(*(x[done : done + count] for x in (table.hits, table.log_q, table.top)))
             held = _Batch(model, asked, prompts, tokens, output.hidden[read : read + known])
-            _Chains(held, part, asked, cancel).run()
+            (_ByDepth if model.draft.per_depth else _Chains)(held, part, asked, cancel).run()
         done, read = done + count, read + known
     return table
 
 
 class _Batch:
-    """Prompts with their outputs, and the head's cache of them."""
+    """Prompts with their outputs, and the head's caches of them."""
 
     def __init__(
         self,
@@ -91,14 +93,19 @@ class _Batch:
         tokens: list[list[int]],
         hidden: Tensor,
     ):
-        self.model, self.exact, device = model, asked.exact, model.device
+        self.model, self.exact, self.prompts, device = model, asked.exact, prompts, model.device
         depth, policy = asked.spec.depth, asked.draft_policy
         self.starts, self.lengths = np.array([len(p) for p in prompts]), np.array([len(t) for t in tokens])
         width, longest = round_up(int(self.starts.max()), CHUNK), int(self.lengths.max())
         kernels = decodes_with_kernels(model.config, model.dtype, device, (policy,))
         need = max(width, int(self.starts.max()) + longest + depth)
-        self.passes = PassMaker(model.config, round_up(need, KEY_BLOCK), model.dtype, device, depth + 1, kernels)
-        self.cache = model.draft_cache(len(prompts), self.passes.capacity, policy, kernels)
+        again = model.config.draft_caches(depth) - 1
+        most = depth + 1 + again
+        self.passes = PassMaker(model.config, round_up(need, KEY_BLOCK), model.dtype, device, most, kernels)
+        self.caches = model.draft_caches(depth, len(prompts), self.passes.capacity, policy, kernels)
+        # slots of the prompt before its last one that are read again
+        self.back = np.minimum(self.starts - 1, again)
+        self.read = int((self.back + self.lengths).max()) - 1
         self.output = torch.zeros(len(tokens), longest, dtype=torch.int64)
         following = torch.zeros(len(prompts), width, dtype=torch.int64)
         for row, (prompt, out) in enumerate(zip(prompts, tokens, strict=True)):
@@ -106,24 +113,27 @@ class _Batch:
             following[row, : len(prompt)] = torch.tensor([*prompt[1:], out[0]])
         self.output = self.output.to(device)
         given = hidden.new_zeros(len(prompts), width, hidden.shape[-1], device=device)
-        # of slot s of a sequence: the hidden state of its token, the prompt's last one first
-        self.given = given.new_zeros(len(prompts), max(longest - 1, 1), hidden.shape[-1])
+        # of the slots that are read again and of those behind: the hidden state of each one's token
+        self.given = given.new_zeros(len(prompts), max(self.read, 1), hidden.shape[-1])
         read = 0
-        for row, (start, length) in enumerate(zip(self.starts, self.lengths, strict=True)):
+        for row, (start, length, back) in enumerate(zip(self.starts, self.lengths, self.back, strict=True)):
             mine = hidden[read : read + start + length - 1].to(device)
             given[row, :start] = mine[:start]
-            self.given[row, : length - 1] = mine[start - 1 :][: length - 1]
+            again = mine[start - 1 - back :][: back + length - 1]
+            self.given[row, : len(again)] = again
             read += int(start + length - 1)
         lengths = torch.from_numpy(self.starts).to(device)
-        draft_reads_prompts(model, self.passes, given, following.to(device), lengths, self.exact, self.cache)
+        draft_reads_prompts(
+            model, self.passes, asked.spec, given, following.to(device), lengths, self.exact, self.caches
+        )
 
-    def head(self, passes: PassMaker, tokens, given, positions, longest: int, cache) -> tuple[Tensor, Tensor]:
+    def head(self, passes: PassMaker, tokens, given, positions, longest: int, cache, step=0) -> tuple[Tensor, Tensor]:
         """The head over tokens [b, t] and hidden [b, t, h] → its hidden before and after its norm, [b·t, h]."""
         target, head = self.model.target, self.model.draft
         run = passes.make(positions, longest, self.exact, room=cache.room)
         embedded = run.gather(F.embedding(tokens, target.embedding))
-        out = head(embedded, run.gather(given), run, cache)[: run.rows]
-        return out, head.normed(pad_rows(out, row_count(len(out), self.exact)))[: run.rows]
+        out = head(embedded, run.gather(given), run, cache, step)[: run.rows]
+        return out, head.normed(pad_rows(out, row_count(len(out), self.exact)), step)[: run.rows]
 
 
 class _Chains:
@@ -161,7 +171,7 @@ class _Chains:
             positions = starts[:, None] - 1 + torch.arange(first, last, device=device)
             reach = int(batch.starts.max()) + last - 1
             out, normed = batch.head(
-                batch.passes, batch.output[:, first:last], batch.given[:, first:last], positions, reach, batch.cache
+                batch.passes, batch.output[:, first:last], batch.given[:, first:last], positions, reach, batch.caches[0]
             )
             mine = np.flatnonzero((self.slots >= first) & (self.slots < last))
             index = torch.from_numpy(self.rows[mine] * (last - first) + self.slots[mine] - first).to(device)
@@ -190,7 +200,7 @@ class _Chains:
         alive = alive[np.argsort(ends[alive], kind="stable")]
         while len(alive):
             capacity = min(round_up(int(ends[alive[0]]), KEY_BLOCK), batch.passes.capacity)
-            each = batch.cache.bytes_per_slot * capacity + 4 * model.config.vocab_size
+            each = batch.caches[0].bytes_per_slot * capacity + 4 * model.config.vocab_size
             fits = ends[alive[: max(1, _FORK_BYTES // each)]] <= capacity
             group, alive = alive[: fits.sum()], alive[fits.sum() :]
             if capacity not in passes:
@@ -202,7 +212,7 @@ class _Chains:
     def _chain(self, passes: PassMaker, capacity: int, hidden: Tensor, at: np.ndarray) -> None:
         batch, device = self.batch, self.batch.model.device
         fed = hidden[torch.from_numpy(at).to(device)]
-        cache = batch.cache.fork(torch.from_numpy(self.rows[at]).to(device), capacity)
+        cache = batch.caches[0].fork(torch.from_numpy(self.rows[at]).to(device), capacity)
         for step in range(2, self.depth + 1):
             self._look_up("step", step)
             rows, slots = self.rows[at], self.slots[at] + step - 1
@@ -244,3 +254,52 @@ class _Chains:
             table.log_q[at, step - 1] = q.log().float().cpu().numpy()
         # the largest of log-softmax; in place, for the logits are many and have served
         table.top[at, step - 1] = -logits.sub_(best[:, None]).exp_().sum(-1).log_().float().cpu().numpy()
+
+
+class _ByDepth(_Chains):
+    """With a module per depth: every step over all slots, each step's cache filled as it goes."""
+
+    def run(self) -> None:
+        """Fill the table."""
+        batch = self.batch
+        given, alive = batch.given, np.arange(len(self.rows))
+        text = self._text()
+        for step in range(1, self.depth + 1):
+            out, normed = self._step(step, text, given)
+            at = torch.from_numpy(self.rows[alive] * batch.read + batch.back[self.rows[alive]] + self.slots[alive])
+            self._judge(alive, normed.flatten(0, 1)[at.to(normed.device)], step)
+            alive = alive[self._goes_on(alive, step)]
+            if not len(alive):
+                return
+            if batch.model.draft.chained:
+                given = normed if self.feeds_normed else out
+
+    def _text(self) -> Tensor:
+        """[b, t]: the token after the first slot that is read again, and those behind it; 0 past the output's end."""
+        batch = self.batch
+        text = torch.zeros(len(batch.starts), batch.read + self.depth - 1, dtype=torch.int64)
+        for row, (prompt, back) in enumerate(zip(batch.prompts, batch.back, strict=True)):
+            after = prompt[len(prompt) - back :]
+            text[row, :back] = torch.tensor(after, dtype=torch.int64)
+            length = batch.lengths[row]
+            text[row, back : back + length - 1] = batch.output[row, : length - 1].cpu()
+        return text.to(batch.model.device)
+
+    def _step(self, step: int, text: Tensor, given: Tensor) -> tuple[Tensor, Tensor]:
+        """A step over all slots → its hidden before and after its norm [b, t, h]."""
+        batch, device = self.batch, self.batch.model.device
+        width = batch.passes.most_tokens if batch.passes.kernels else _SLOT_TOKENS
+        starts = torch.from_numpy(batch.starts - 1 - batch.back).to(device)
+        parts: list[tuple[Tensor, Tensor]] = []
+        for first in range(0, batch.read, width):
+            self._look_up("step", step)
+            last = min(first + width, batch.read)
+            positions = starts[:, None] + torch.arange(first, last, device=device)
+            reach = int((batch.starts - 1 - batch.back).max()) + last
+            tokens = text[:, first + step - 1 : last + step - 1]
+            found = batch.head(
+                batch.passes, tokens, given[:, first:last], positions, reach, batch.caches[step - 1], step - 1
+            )
+            parts.append(tuple(x.view(len(starts), last - first, -1) for x in found))
+        out, normed = (torch.cat(x, 1) for x in zip(*parts, strict=True))
+        return out, normed

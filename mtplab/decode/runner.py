@@ -3,7 +3,8 @@
 A sequence has n tokens, the last of which the target has not read yet; its caches hold n−1. A round drafts k tokens,
 lets the target read the last token and the drafts in one pass, keeps what `accept` allows and rolls the rest back.
 The draft's slot t holds (hidden t, embedding of token t+1): after a round it re-reads the accepted slots with the
-target's hidden states, so that its cache never keeps what it imagined.
+target's hidden states, so that its cache never keeps what it imagined. A head with a module per depth re-reads the last
+slots before those as well, whose later tokens were drafts (`models/head.py`).
 
 Where sequences stand is known on both sides, the host's and the device's: a round waits for the device once, when it
 reads what was emitted, and what it sends is at most the numbers that drafts are drawn with.
@@ -14,7 +15,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from typing import NamedTuple
 
 import numpy as np
@@ -83,7 +84,10 @@ class Run:
         block = KEY_BLOCK if exact or compiled else 64
         policies = (policy, draft_policy) if self.k else (policy,)
         kernels = decodes_with_kernels(model.config, model.dtype, self.device, policies)
-        self.passes = PassMaker(model.config, round_up(need, block), model.dtype, self.device, self.k + 1, kernels)
+        # slots before the unread ones that the draft reads again
+        self.back = max(0, model.config.draft_caches(self.k) - 1)
+        most = self._most_tokens(len(prompts))
+        self.passes = PassMaker(model.config, round_up(need, block), model.dtype, self.device, most, kernels)
         self.state = RunState(model, len(prompts), self.passes.capacity, policy, draft_policy, self.k, kernels)
         self.steps = Steps(model, self.passes, self.state, exact, compiled)
         self.prompts = prompts
@@ -98,6 +102,10 @@ class Run:
         self.last = torch.zeros(len(prompts), dtype=torch.int64, device=self.device)
         self._unread: _Unread | None = None
         self.batched_rounds = 0
+
+    def _most_tokens(self, batch: int) -> int:
+        """Of a sequence, in any decoding pass."""
+        return self.k + 1 + self.back
 
     @property
     def done(self) -> bool:
@@ -150,14 +158,18 @@ class Run:
         if not self.k:
             return
         b, lengths = len(self.prompts), self._ends
-        # the last slot is read again, alone: its output starts the first chain
         rows, at = torch.arange(b, device=self.device), lengths - 1
         following = torch.cat([ids[:, 1:], ids.new_zeros(b, 1)], dim=1)
         following[rows, at] = chosen
         given = self._given(hidden)
-        draft_reads_prompts(self.model, self.passes, given, following, lengths, self.exact, self.state.draft)
+        draft_reads_prompts(self.model, self.passes, self.spec, given, following, lengths, self.exact, self.state.draft)
+        # the last slot is read again, and those before whose later tokens are not there: they start the first chain
+        before = at.clamp(max=self.back)
+        slots = (at - before)[:, None] + torch.arange(self.back + 1, device=self.device)
+        slots = slots.clamp(max=ids.shape[1] - 1)
+        rows = rows[:, None]
         self._unread = _Unread(
-            given[rows, at][:, None], following[rows, at][:, None], torch.zeros_like(at), np.zeros(b, dtype=int)
+            given[rows, slots], following[rows, slots], before, np.minimum(self.lengths - 1, self.back)
         )
 
     def round(self) -> None:
@@ -174,9 +186,26 @@ class Run:
             given = normed if self.spec.target_hidden == "post_norm" else hidden
             # a compiled pass keeps its shape: slots past the accepted ones are read too, and written again later
             width = self.k + 1 if self.compiled else int(accepted.max()) + 1
-            self._unread = _Unread(given[:, :width], verdict.tokens[:, :width], verdict.accepted, accepted)
+            self._unread = self._to_read(given[:, :width], verdict.tokens[:, :width], verdict.accepted, accepted)
         self.batched_rounds += 1
         self._append(verdict, accepted, emitted)
+
+    def _to_read(self, given: Tensor, tokens: Tensor, accepted: Tensor, told: np.ndarray) -> _Unread:
+        """What a round gave [b, t, ..], up to slot accepted[i], behind the slots that are read again."""
+        if not self.back:
+            return _Unread(given, tokens, accepted, told)
+        before = self._unread
+        assert before is not None
+        # a sequence of n tokens has had n − 1 slots
+        kept, counted = (self._ends - 1).clamp(max=self.back), np.minimum(self.lengths - 1, self.back)
+        width = self.back + tokens.shape[1] if self.compiled else int((counted + told).max()) + 1
+        at, old = torch.arange(width, device=self.device), before.tokens.shape[1]
+        kept = kept[:, None]
+        index = torch.where(at < kept, before.at[:, None] + 1 - kept + at, old + at - kept)
+        index = index.clamp(max=old + tokens.shape[1] - 1)
+        rows = torch.arange(len(index), device=self.device)[:, None]
+        hidden, tokens = torch.cat([before.hidden, given], 1), torch.cat([before.tokens, tokens], 1)
+        return _Unread(hidden[rows, index], tokens[rows, index], kept[:, 0] + accepted, counted + told)
 
     def _saw(self, hidden: Tensor, normed: Tensor, logits: Tensor, verdict: Verdict) -> None:
         """What the target gave in a round, [b, t, ..], for who watches it."""
@@ -190,16 +219,28 @@ class Run:
         drawn = self.spec.draft_sampling == "sampled" and not self.sampling.greedy
         numbers = self._uniform(self.lengths[:, None] + np.arange(self.k), Purpose.DRAFT) if drawn else None
         drafts, probs = [], []
+        head = self.model.draft
         for step in range(self.k):
-            out, normed, logits = self.steps.draft(tokens, hidden, slots, longest, at if tokens.shape[1] > 1 else None)
+            if head.per_depth:
+                out, normed, logits = self.steps.module(step, tokens, hidden, slots, longest, at)
+            else:
+                only = tokens.shape[1] == 1
+                out, normed, logits = self.steps.draft(tokens, hidden, slots, longest, None if only else at)
             if numbers is not None:
                 q = distribution(logits, self.sampling)
                 drafts.append(sample(q, numbers[:, step]))
                 probs.append(q)
             else:
                 drafts.append(greedy(logits))
+            fed = normed if self.spec.draft_hidden == "post_norm" else out
+            if head.per_depth:
+                # the next module reads the same slots, each with the token one later
+                tokens = tokens.roll(-1, 1)
+                tokens[torch.arange(len(tokens), device=self.device), at] = drafts[-1]
+                hidden = fed if head.chained else hidden
+                continue
             # the next slot reads the head's own hidden and the token just drafted
-            hidden = (normed if self.spec.draft_hidden == "post_norm" else out)[:, None]
+            hidden = fed[:, None]
             tokens, slots, longest = drafts[-1][:, None], self._ends + (step - 1), int(self.lengths.max()) + step
         return torch.stack(drafts, 1), torch.stack(probs, 1) if probs else None
 
@@ -302,18 +343,32 @@ class Run:
 
 
 def draft_reads_prompts(
-    model: Model, passes: PassMaker, given: Tensor, following: Tensor, lengths: Tensor, exact: bool, cache: KVCache
+    model: Model,
+    passes: PassMaker,
+    spec: SpecConfig,
+    given: Tensor,
+    following: Tensor,
+    lengths: Tensor,
+    exact: bool,
+    caches: list[KVCache],
 ) -> None:
-    """Let the head read all slots of prompts into its cache: hidden states `given` [b, t, h], the token after each
-    [b, t], of which sequence i has `lengths[i]`."""
-    t = given.shape[1]
+    """Let the head read all slots of prompts into its caches: hidden states `given` [b, t, h], the token after each
+    [b, t], of which sequence i has `lengths[i]`. Later modules find no token at the last slots, and read any there."""
+    t, head = given.shape[1], model.draft
+    following = F.pad(following, (0, len(caches) - 1))
     starts = range(0, t, SEGMENT)
-    with cache.holding_values() if len(starts) > 1 else nullcontext():
+    with ExitStack() as held:
+        for cache in caches if len(starts) > 1 else ():
+            held.enter_context(cache.holding_values())
         for start in starts:
             stop = min(start + SEGMENT, t)
             run = _segment_pass(passes, start, stop, lengths, exact)
-            embedded = run.gather(F.embedding(following[:, start:stop], model.target.embedding))
-            model.draft(embedded, run.gather(given[:, start:stop]), run, cache)
+            hidden = run.gather(given[:, start:stop])
+            for step, cache in enumerate(caches):
+                embedded = run.gather(F.embedding(following[:, start + step : stop + step], model.target.embedding))
+                out = head(embedded, hidden, run, cache, step)
+                if head.chained and step + 1 < len(caches):
+                    hidden = head.normed(out, step) if spec.draft_hidden == "post_norm" else out
 
 
 def _segment_pass(passes: PassMaker, start: int, stop: int, lengths: Tensor, exact: bool) -> Pass:

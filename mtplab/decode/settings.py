@@ -131,9 +131,9 @@ def resolve_run(
     threads = thread_count(threads, sum(math.prod(module.shape) for module in model.plan.modules), model.device)
     texts = None if calibration is None else token_ids(model, calibration)
     with running_with(threads):
-        policy = bound(model, policy, "target", texts, target_hidden)
+        policy = bound(model, policy, "target", texts, (target_hidden, draft_hidden))
         if depth:
-            draft_policy = bound(model, draft_policy, "draft", texts, target_hidden)
+            draft_policy = bound(model, draft_policy, "draft", texts, (target_hidden, draft_hidden))
     return RunSettings(ids, spec, sampling, policy, draft_policy, exact, max_batch, threads)
 
 

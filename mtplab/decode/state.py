@@ -30,7 +30,7 @@ class RunState:
         kernels: bool = False,
     ):
         self.target = model.target_caches(batch, capacity, policy, kernels)
-        self.draft = model.draft_cache(batch, capacity, draft_policy, kernels) if depth else None
+        self.draft = model.draft_caches(depth, batch, capacity, draft_policy, kernels)
         if depth:
             for cache in self.target:
                 if isinstance(cache, DeltaState):
@@ -56,15 +56,16 @@ class RunState:
         """Keep these sequences, in this order."""
         for cache in self.target:
             cache.select(rows)
-        if self.draft is not None:
-            self.draft.select(rows)
+        for cache in self.draft:
+            cache.select(rows)
 
 
 def memory_account(model: Model, policy: QuantPolicy, draft_policy: QuantPolicy) -> dict:
     """Bytes a sequence costs, as they would be stored in the checkpoint's dtype and the policy's codes.
 
     Keys: `kv_bytes_per_token` and `draft_kv_bytes_per_token` (all layers together), `layers` (bytes per token of each
-    layer, target then draft; 0 for a delta-rule layer), `state_bytes` per sequence, and the policies' names.
+    layer, target then draft; 0 for a delta-rule layer), `state_bytes` per sequence, and the policies' names. Of a head
+    with a layer per depth every layer counts; drafting past the last one keeps more caches, which no engine does.
     """
     return {
         "quant_policy": policy.name,

@@ -1,4 +1,4 @@
-"""The two passes a round is made of, as functions of tensors: eager, or compiled for a batch of fixed shape.
+"""The passes a round is made of, as functions of tensors: eager, or compiled for a batch of fixed shape.
 
 Knows nothing of sequences, acceptance or rollback. torch.compile pays where per-operator overhead is the cost, at
 batch 1: it takes some seconds for each number of tokens a pass has (LOG.md). Compiled passes read whole buckets of the
@@ -49,18 +49,31 @@ def draft_step(target, head, passes: PassMaker, tokens, hidden, positions, at, l
     return out, normed[:b], target.logits(normed)[:b]
 
 
+def module_step(target, head, passes: PassMaker, tokens, hidden, positions, at, longest, exact, key_length, kv, step):
+    """Of a head with a module per depth, the one of this step over tokens [b, t] and hidden [b, t, h]: its hidden
+    before and after its norm at every slot [b, t, h], and logits [b, v] at slot at[i] of sequence i."""
+    b, t = tokens.shape
+    run = passes.make(positions, longest, exact, key_length=key_length)
+    embedded = run.gather(F.embedding(tokens, target.embedding))
+    out = head(embedded, run.gather(hidden), run, kv, step)
+    normed = head.normed(out, step)
+    out, normed = out[: run.rows].view(b, t, -1), normed[: run.rows].view(b, t, -1)
+    last = normed[torch.arange(b, device=at.device), at]
+    return out, normed, target.logits(pad_rows(last, row_count(b, exact)))[:b]
+
+
 # a model's compiled passes live as long as it does
-_compiled: WeakKeyDictionary[Model, tuple[Callable, Callable]] = WeakKeyDictionary()
+_compiled: WeakKeyDictionary[Model, tuple[Callable, Callable, Callable]] = WeakKeyDictionary()
 
 
-def _compiled_for(model: Model) -> tuple[Callable, Callable]:
-    """`verify_step` and `draft_step` compiled for this model alone."""
+def _compiled_for(model: Model) -> tuple[Callable, Callable, Callable]:
+    """The steps compiled for this model alone."""
     if model not in _compiled:
         torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _RECOMPILE_LIMIT)
         for part in filter(None, (model.target, model.draft)):
             for linear in part.linears():
                 linear.prepare_compiled()
-        _compiled[model] = _compile(verify_step), _compile(draft_step)
+        _compiled[model] = _compile(verify_step), _compile(draft_step), _compile(module_step)
     return _compiled[model]
 
 
@@ -87,7 +100,8 @@ class Steps:
     def __init__(self, model: Model, passes: PassMaker, state: RunState, exact: bool, compiled: bool):
         self.model, self.passes, self.state, self.exact, self.compiled = model, passes, state, exact, compiled
         self._offsets = torch.arange(passes.most_tokens, device=model.device)
-        self._verify, self._draft = _compiled_for(model) if compiled else (verify_step, draft_step)
+        steps = _compiled_for(model) if compiled else (verify_step, draft_step, module_step)
+        self._verify, self._draft, self._module = steps
 
     def verify(self, tokens: Tensor, start: Tensor, longest: int) -> tuple[Tensor, Tensor, Tensor]:
         """`verify_step` with sequence i's tokens at positions start[i], start[i] + 1, …, the last at `longest` − 1."""
@@ -108,7 +122,25 @@ class Steps:
             positions,
             at,
             *reach,
-            self.state.draft,
+            self.state.draft[0],
+        )
+
+    def module(
+        self, step: int, tokens: Tensor, hidden: Tensor, start: Tensor, longest: int, at: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """`module_step` with sequence i's slots at start[i], start[i] + 1, …, the last at `longest` − 1."""
+        positions, reach = self._where(start, longest, tokens.shape[1])
+        return self._module(
+            self.model.target,
+            self.model.draft,
+            self.passes,
+            tokens,
+            hidden,
+            positions,
+            at,
+            *reach,
+            self.state.draft[step],
+            step,
         )
 
     def _where(self, start: Tensor, longest: int, t: int) -> tuple[Tensor, tuple[int, bool, int | None]]:

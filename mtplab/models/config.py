@@ -1,20 +1,24 @@
-"""The shape of a Qwen3.5 dense text model, read from its config.json.
+"""The shape of a Qwen3.5 text model, dense or a mixture of experts, read from its config.json.
 
 Knows nothing of tensors or files: it takes the parsed JSON and returns numbers, or says which key is wrong.
-The keys are those of transformers' `Qwen3_5TextConfig`; a multimodal wrapper keeps them under `text_config`.
+The keys are those of transformers' `Qwen3_5TextConfig` and `Qwen3_5MoeTextConfig`; a multimodal wrapper keeps them
+under `text_config`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from mtplab.checkpoint.config_json import stored_dtype
-from mtplab.config import DTYPES
+from mtplab.config import DTYPES, MAX_DEPTH
 from mtplab.errors import CheckpointError
 
-MODEL_TYPES = ("qwen3_5_text", "qwen3_5")
+DENSE = ("qwen3_5_text", "qwen3_5")
+MIXTURES = ("qwen3_5_moe_text", "qwen3_5_moe")
+MODEL_TYPES = (*DENSE, *MIXTURES)
 # settings that would change the arithmetic, and the only value it is written for
 _REFUSED = {"attn_output_gate": True, "mtp_use_dedicated_embeddings": False}
 
@@ -45,6 +49,15 @@ class ModelConfig:
     max_position: int
     eos_token_ids: tuple[int, ...]
     dtype: str
+    # of a mixture of experts, in which `intermediate_size` is 0; all of them 0 in a dense model
+    num_experts: int = 0
+    experts_per_token: int = 0
+    expert_size: int = 0
+    shared_expert_size: int = 0
+
+    def draft_caches(self, depth: int) -> int:
+        """KV caches of the head when it drafts so deep: one for all drafts, or one for each (`head.py`)."""
+        return depth if self.mtp_layers > 1 else min(depth, self.mtp_layers)
 
     @property
     def key_dim(self) -> int:
@@ -78,11 +91,11 @@ def parse_config(
     model_type = text.get("model_type", config.get("model_type"))
     if not isinstance(model_type, str) or model_type not in MODEL_TYPES:
         raise CheckpointError(
-            f"{file}: model_type is {model_type!r:.60}; mtplab runs {' and '.join(MODEL_TYPES)}. "
+            f"{file}: model_type is {model_type!r:.60}; mtplab runs {', '.join(MODEL_TYPES)}. "
             "The checkpoint can still be opened and planned with mtplab.open_checkpoint()."
         )
 
-    number = partial(_number, file, text)
+    number, mixture = partial(_number, file, text), model_type in MIXTURES
     layers = number("num_hidden_layers", top=10_000)
     if text.get("layer_types") is None:
         interval = number("full_attention_interval", 4)
@@ -100,9 +113,10 @@ def parse_config(
     if text.get("hidden_act", "silu") != "silu":
         raise CheckpointError(f"{file}: hidden_act is {text['hidden_act']!r:.60}; expected 'silu'")
     mtp_layers = text.get("mtp_num_hidden_layers") or 0
-    if mtp_layers not in (0, 1) or not isinstance(mtp_layers, int):
+    if not isinstance(mtp_layers, int) or isinstance(mtp_layers, bool) or not 0 <= mtp_layers <= MAX_DEPTH:
         raise CheckpointError(
-            f"{file}: mtp_num_hidden_layers is {mtp_layers!r:.60}; expected 0 or 1 (a Qwen3.5 head)"
+            f"{file}: mtp_num_hidden_layers is {mtp_layers!r:.60}; expected a whole number from 0 to {MAX_DEPTH}: "
+            "the layers of the MTP head, 1 in published checkpoints"
         )
 
     rope_key = "rope_parameters" if text.get("rope_parameters") is not None else "rope_scaling"
@@ -144,7 +158,7 @@ def parse_config(
         model_type=model_type,
         vocab_size=vocabulary,
         hidden_size=hidden,
-        intermediate_size=number("intermediate_size"),
+        intermediate_size=0 if mixture else number("intermediate_size"),
         num_layers=layers,
         num_heads=heads,
         num_kv_heads=kv_heads,
@@ -163,7 +177,24 @@ def parse_config(
         max_position=number("max_position_embeddings", 32768),
         eos_token_ids=eos_ids,
         dtype=dtype,
+        **(_mixture(file, number) if mixture else {}),
     )
+
+
+def _mixture(file: object, number: Callable[..., int]) -> dict[str, int]:
+    """Sizes of the experts."""
+    found = {
+        "num_experts": number("num_experts", top=65536),
+        "experts_per_token": number("num_experts_per_tok"),
+        "expert_size": number("moe_intermediate_size"),
+        "shared_expert_size": number("shared_expert_intermediate_size"),
+    }
+    if found["experts_per_token"] > found["num_experts"]:
+        raise CheckpointError(
+            f"{file}: num_experts_per_tok is {found['experts_per_token']}; expected at most num_experts, "
+            f"{found['num_experts']}"
+        )
+    return found
 
 
 def _number(

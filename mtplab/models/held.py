@@ -62,11 +62,16 @@ def _held(module: ModulePlan, device: str, dtype: str, packs: bool) -> tuple[str
     if module.weight == "fp8" and not device.startswith("cpu"):
         scales = math.prod(-(-n // block) for n, block in zip(module.shape, module.block or (), strict=True))
         return "FP8 and float32 scales", count + 4 * scales
-    if module.kind != "linear" or not packs:
+    if not (packs and _multiplies(module)):
         return dtype, size * count
     exact = module.stored in _SHORT and module.weight != "fp8"
     exact |= module.weight == "fp8" and module.scale is not None and module.scale.dtype in _POWERS
     return _packed(module.shape, exact)
+
+
+def _multiplies(module: ModulePlan) -> bool:
+    """Whether its weight is that of products: a matrix, or a stack of experts' that is packed one by one."""
+    return len(module.shape) >= 2 and module.kind not in ("embedding", "conv")
 
 
 def _packed(shape: tuple[int, ...], exact: bool) -> tuple[str, int] | tuple[str, int, int]:
@@ -83,7 +88,7 @@ def largest_product(plan: Plan) -> int:
     become one product. At most so many: neighbours of one input width are counted together."""
     joined: dict[tuple[str, int], int] = {}
     for module in plan.modules:
-        if module.kind == "linear" and module.part != "unused":
+        if _multiplies(module) and module.part != "unused":
             key = module.name.rpartition(".")[0], module.shape[-1]
-            joined[key] = joined.get(key, 0) + math.prod(module.shape)
+            joined[key] = joined.get(key, 0) + math.prod(module.shape[-2:])  # one expert of a stack at a time
     return max(joined.values(), default=0)

@@ -6,6 +6,8 @@ padding rows, whose content is never read. Knows nothing of files, names or roun
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -32,9 +34,21 @@ class MLP:
     def __init__(self, gate_up: PackedLinear, down: PackedLinear):
         self.gate_up, self.down = gate_up, down
 
-    def __call__(self, residual: Tensor, x: Tensor) -> Tensor:
+    def __call__(self, residual: Tensor, x: Tensor, rows: int) -> Tensor:
+        """residual, x [m, hidden] → [m, hidden]; rows past the first `rows` cost less to compute than to cut off."""
+        return self.down.add_to(residual, self._mixed(x))
+
+    def alone(self, x: Tensor) -> Tensor:
+        """x [m, hidden] → [m, hidden], with no residual."""
+        return self.down(self._mixed(x))[0]
+
+    def _mixed(self, x: Tensor) -> Tensor:
         gate, up = self.gate_up(x)
-        return self.down.add_to(residual, F.silu(gate).mul_(up))
+        return F.silu(gate).mul_(up)
+
+    def linears(self) -> Iterator[PackedLinear]:
+        """Every linear layer of it."""
+        yield from (self.gate_up, self.down)
 
 
 class Attention:

@@ -8,9 +8,12 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
-__all__ = ["available_memory", "give_back"]
+from mtplab.errors import ConfigError
+
+__all__ = ["available_memory", "give_back", "shortage_said"]
 
 _MEMINFO = Path("/proc/meminfo")
 # (limit, in use, a file whose line `inactive_file` is a cache that makes room when asked) of cgroups 2 and 1
@@ -55,6 +58,21 @@ def _gpu(device: str) -> tuple[int | None, str]:
     if (place.index or 0) >= torch.cuda.device_count():
         return None, f"torch sees {torch.cuda.device_count()} GPUs, and none is {device!r}"
     return torch.cuda.mem_get_info(place)[0], f"memory free on {torch.cuda.get_device_name(place)}"
+
+
+@contextlib.contextmanager
+def shortage_said(what: object) -> Iterator[None]:
+    """Makes running out of memory an error that says so, of torch's kinds and Python's. Raises ConfigError."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        torchs = type(error).__name__ == "OutOfMemoryError" or "DefaultCPUAllocator" in str(error)
+        if not (torchs or isinstance(error, MemoryError)):
+            raise
+        raise ConfigError(
+            f"{what}: memory ran out while its weights were read ({' '.join(str(error).split())[:200]}). "
+            "`mtplab doctor PATH` says what they take; try dtype='bfloat16', another device or a smaller model."
+        ) from None
 
 
 def give_back() -> None:

@@ -229,7 +229,7 @@ def _caches(
     copies = weights.device.startswith("cpu")  # decoding on a GPU reads the codes themselves
     linear = c.layer_types.count("linear_attention")
     layers = [policy.at(i) for i, kind in enumerate(c.layer_types) if kind == "full_attention"]
-    layers += [draft.at(i) for i in range(c.mtp_layers if depth else 0)]
+    layers += [draft.at(i) for i in range(c.draft_caches(depth))]
 
     def held(of: QuantPolicy) -> int:
         sides = (side.storage for side in of.sides)

@@ -18,10 +18,11 @@ from mtplab.errors import CheckpointError, ConfigError, not_text
 from mtplab.models.asked import check_exclusions, load_settings, plan_arguments
 from mtplab.models.cache import DeltaState, KVCache
 from mtplab.models.config import ModelConfig, parse_config
-from mtplab.models.machine import give_back
+from mtplab.models.head import Head
+from mtplab.models.machine import give_back, shortage_said
 from mtplab.models.memory import refuse_what_cannot_fit, weights_in_memory
 from mtplab.models.parameters import Parameters
-from mtplab.models.qwen3_5 import Head, Target, build_head, build_target
+from mtplab.models.qwen3_5 import Target, build_head, build_target
 from mtplab.quant.kv_codec import check_head_dim
 from mtplab.quant.policy import QuantPolicy, resolve_policy
 
@@ -162,10 +163,17 @@ class Model:
             for layer, kind in enumerate(self.config.layer_types)
         ]
 
-    def draft_cache(self, batch: int, capacity: int, policy: QuantPolicy, kernels: bool = False) -> KVCache:
-        """The head's empty cache. Raises ConfigError likewise."""
+    def draft_caches(
+        self, depth: int, batch: int, capacity: int, policy: QuantPolicy, kernels: bool = False
+    ) -> list[KVCache]:
+        """The head's empty caches for drafting to this depth: one, or one for each step (`head.py`). Raises ConfigError
+        likewise."""
         self.check_policy(policy, "draft")
-        return self._kv_cache(batch, capacity, policy, kernels, 0)
+        c = self.config
+        return [
+            self._kv_cache(batch, capacity, policy, kernels, step % c.mtp_layers)
+            for step in range(c.draft_caches(depth))
+        ]
 
     def _kv_cache(self, batch: int, capacity: int, policy: QuantPolicy, kernels: bool, layer: int) -> KVCache:
         c, own = self.config, policy.at(layer)
@@ -248,7 +256,7 @@ def load_configured(
     if check_memory:
         refuse_what_cannot_fit(checkpoint, weights_in_memory(checkpoint, plan, engine, config))
     parameters = Parameters(checkpoint, plan, compute, where, engine.activation_rounding)
-    with torch.inference_mode():
+    with shortage_said(checkpoint.path), torch.inference_mode():
         target, draft = build_target(config, parameters), build_head(config, parameters)
     give_back()
     return Model(

@@ -7,18 +7,24 @@ not) is carried out. Knows nothing of what a model does with them.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
 from torch import Tensor
 
 from mtplab.checkpoint import Checkpoint, Plan, TensorInfo
+from mtplab.checkpoint.experts import single_experts
+from mtplab.checkpoint.values import plain_bands
 from mtplab.errors import CheckpointError
 from mtplab.quant.block import BLOCK, ScaledTensor, Unread, quantize_block
+from mtplab.quant.experts import Experts, make_experts
 from mtplab.quant.linear import LinearWeight, PackedLinear
 from mtplab.quant.products import keeps_codes
 from mtplab.quant.rounding import Rounding
+
+# called with `multiple=` rows: (first row, row after the last, float32 [rows, k]), again and again
+Bands = Callable[..., Iterator[tuple[int, int, Tensor]]]
 
 # the text tower's names, alone or inside the multimodal wrapper
 _ROOTS = ("model.", "model.language_model.")
@@ -49,7 +55,7 @@ class Parameters:
         """A plain tensor of this shape, in `dtype` or the compute dtype."""
         self._expect(name, shape)
         out = torch.empty(shape, dtype=dtype or self.dtype, device=self.device)
-        self._fill(name, out)
+        self._fill(self.checkpoint.tensors[name], partial(self.checkpoint.bands, name), out)
         return out
 
     def one_plus(self, name: str, size: int) -> Tensor:
@@ -60,23 +66,71 @@ class Parameters:
         """Weights that share an input: (module name, out features) each, with the plan's dtype and rounding."""
         return PackedLinear([self._weight(n, (rows, in_features)) for n, rows in members], self.dtype, self.device)
 
+    def experts(self, at: str, count: int, inner: int, hidden: int) -> Experts:
+        """The experts at `at`: files hold them one by one, `{at}.{e}.gate_proj` and so on, or stacked [e, n, k] as
+        `{at}.gate_up_proj` [count, 2·inner, hidden] (gate above up) and `{at}.down_proj` [count, hidden, inner]."""
+        if self.has(f"{at}.gate_up_proj"):
+            up, down = f"{at}.gate_up_proj", f"{at}.down_proj"
+            self._expect(up, (count, 2 * inner, hidden))
+            self._expect(down, (count, hidden, inner))
+            weights = [
+                (*gate_up, one) for gate_up, (one,) in zip(self._stack(up, 2), self._stack(down, 1), strict=True)
+            ]
+        else:
+            shapes = {"gate_proj": (inner, hidden), "up_proj": (inner, hidden), "down_proj": (hidden, inner)}
+            weights = [
+                tuple(self._weight(f"{at}.{e}.{name}", shape) for name, shape in shapes.items()) for e in range(count)
+            ]
+        return make_experts(weights, self.dtype, self.device)
+
     def tied(self, embedding: Tensor) -> PackedLinear:
         """A vocabulary head that shares the embedding's weight."""
         return PackedLinear([LinearWeight("lm_head", embedding, rounded=False)], self.dtype, self.device)
+
+    def _stack(self, name: str, parts: int) -> Iterator[tuple[LinearWeight, ...]]:
+        """Each expert's matrices of a stack, which holds `parts` of them one below the other."""
+        decided = self.plan.by_name[name]
+        rounded = decided.activation == "fp8" and self.activation_rounding
+        rounding = Rounding(decided.activation_group)
+        if decided.weight == "fp8" and decided.scale is not None:
+            data, scale, block = self.checkpoint.scaled(name)
+            for codes, scales in zip(data, scale, strict=True):
+                rows = len(codes) // parts
+                grid = [self._rows(ScaledTensor(codes, scales, block[1:]), i * rows, rows, name) for i in range(parts)]
+                yield tuple(LinearWeight(name, value, rounded, rounding) for value in grid)
+            return
+        singles = iter(single_experts(self.checkpoint.tensors[name], self.checkpoint.config))
+        for group in zip(*[singles] * parts, strict=True):
+            held = [self._plain(info, partial(plain_bands, info), decided.weight == "fp8") for _, info in group]
+            yield tuple(LinearWeight(name, value, rounded, rounding) for value in held)
+
+    def _rows(self, whole: ScaledTensor, start: int, rows: int, name: str) -> ScaledTensor:
+        """A band of a matrix's rows, whole blocks of it."""
+        height = whole.block[0]
+        if height >= whole.shape[0]:
+            return ScaledTensor(whole.data[start : start + rows], whole.scale, (rows, whole.block[1]))
+        if start % height:
+            raise CheckpointError(
+                f"{self.checkpoint.tensors[name].file}: tensor {name} has scales of blocks of {height} rows, and its "
+                f"second matrix begins at row {start}: expected a multiple. Export the experts one by one."
+            )
+        first = start // height
+        return ScaledTensor(
+            whole.data[start : start + rows], whole.scale[first : first - (-rows // height)], whole.block
+        )
 
     def _weight(self, module: str, shape: tuple[int, int]) -> LinearWeight:
         name = f"{module}.weight"
         self._expect(name, shape)
         decided = self.plan.by_name[module]
         value: ScaledTensor | Unread
-        if decided.weight != "fp8":
-            value = Unread(shape, partial(self._fill, name))
-        elif not keeps_codes(self.device):
-            value = Unread(shape, partial(self._fill_from_codes, name, decided.scale is None))
-        elif decided.scale is not None:
+        if decided.weight != "fp8" or decided.scale is None:
+            bands = partial(self.checkpoint.bands, name)
+            value = self._plain(self.checkpoint.tensors[name], bands, decided.weight == "fp8")
+        elif keeps_codes(self.device):
             value = ScaledTensor(*self.checkpoint.scaled(name))
         else:
-            value = self._quantized(name)
+            value = Unread(shape, partial(self._fill_from_codes, name))
         rounded = decided.activation == "fp8" and self.activation_rounding
         stored = self._input_scale(decided.input_scale) if rounded and decided.input_scale is not None else None
         return LinearWeight(module, value, rounded, Rounding(decided.activation_group if stored is None else 0, stored))
@@ -93,41 +147,40 @@ class Parameters:
             )
         return values[0]
 
-    def _fill_from_codes(self, name: str, at_load: bool, out: Tensor) -> None:
-        """Write what FP8 keeps of a weight to `out` [n, k]."""
-        if at_load:
-            for start, stop, codes in self._quantized_bands(name):
-                out[start:stop].copy_(codes.dequantize())
-            return
-        for start, stop, values in self.checkpoint.bands(name):
-            out[start:stop].copy_(values)
+    def _plain(self, info: TensorInfo, bands: Bands, at_load: bool) -> ScaledTensor | Unread:
+        """A matrix that is stored without a scale, quantised as it is read where `at_load`."""
+        if not at_load:
+            return Unread(info.shape, partial(self._fill, info, bands))
+        quantized = partial(self._quantized_bands, info, bands)
+        if not keeps_codes(self.device):
+            return Unread(info.shape, partial(_copy_bands, lambda: ((a, b, q.dequantize()) for a, b, q in quantized())))
+        found = [codes for _, _, codes in quantized()]
+        codes = torch.cat([band.data.view(torch.uint8) for band in found])
+        return ScaledTensor(codes.view(found[0].data.dtype), torch.cat([band.scale for band in found]))
 
-    def _quantized(self, name: str) -> ScaledTensor:
-        """A weight in FP8, quantised as it is read: codes and scales."""
-        bands = [codes for _, _, codes in self._quantized_bands(name)]
-        codes = torch.cat([band.data.view(torch.uint8) for band in bands])
-        return ScaledTensor(codes.view(bands[0].data.dtype), torch.cat([band.scale for band in bands]))
-
-    def _quantized_bands(self, name: str) -> Iterator[tuple[int, int, ScaledTensor]]:
+    @staticmethod
+    def _quantized_bands(info: TensorInfo, bands: Bands) -> Iterator[tuple[int, int, ScaledTensor]]:
         """(first row, row after the last, those rows in FP8), whole blocks at a time."""
-        file = self.checkpoint.tensors[name].file
-        for start, stop, values in self.checkpoint.bands(name, multiple=BLOCK[0]):
-            yield start, stop, quantize_block(values, name=f"{file}: {name}")
+        for start, stop, values in bands(multiple=BLOCK[0]):
+            yield start, stop, quantize_block(values, name=f"{info.file}: {info.name}")
 
-    def _fill(self, name: str, out: Tensor) -> None:
+    def _fill_from_codes(self, name: str, out: Tensor) -> None:
+        """Write the values of a weight that is stored as FP8 to `out` [n, k]."""
+        _copy_bands(partial(self.checkpoint.bands, name), out)
+
+    def _fill(self, info: TensorInfo, bands: Bands, out: Tensor) -> None:
         """Write a tensor's values to `out`, a band at a time. They must be real numbers: one NaN would make every token
         of a run id 0."""
-        info = self.checkpoint.tensors[name]
         if not info.dtype.startswith(("BF16", "F16", "F32", "F64", "F8_")):
             raise CheckpointError(
-                f"{info.file}: tensor {name} is stored as {info.dtype}; expected BF16, F16, F32 or FP8 with a scale. "
-                "Bytes of an old FP8 writer or a packed format are not read as numbers; export it again."
+                f"{info.file}: tensor {info.name} is stored as {info.dtype}; expected BF16, F16, F32 or FP8 with a "
+                "scale. Bytes of an old FP8 writer or a packed format are not read as numbers; export it again."
             )
         rows = out.view(-1, out.shape[-1])
-        for start, stop, values in self.checkpoint.bands(name):
+        for start, stop, values in bands():
             # the extremes are NaN where any value is, and need no memory of their own
             if not all(map(math.isfinite, map(float, values.aminmax()))):
-                self._refuse(name)
+                self._refuse(info.name)
             rows[start:stop].copy_(values)
 
     def _refuse(self, name: str) -> None:
@@ -151,3 +204,8 @@ class Parameters:
             raise CheckpointError(
                 f"{info.file}: tensor {name} has shape {list(info.shape)}; the config asks for {list(shape)}"
             )
+
+
+def _copy_bands(bands: Bands, out: Tensor) -> None:
+    for start, stop, values in bands():
+        out[start:stop].copy_(values)

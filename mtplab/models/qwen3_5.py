@@ -1,8 +1,11 @@
-"""Qwen3.5 dense: the target's decoder and its MTP head, and where their parameters are found in a checkpoint.
+"""Qwen3.5, dense and mixture of experts: the target's decoder and its MTP head, and where a checkpoint has both.
 
-Layers come from `layers.py`; this file says which there are, in what order, and under what names. The architecture is
-that of transformers' `Qwen3_5ForCausalLM`; the head, which transformers does not run, is as in lmdeploy's
-`qwen3_5_mtp.py` and vLLM's: fc(cat[norm_e(embedding), norm_h(hidden)]) → one full-attention layer → norm → shared head.
+Layers come from `layers.py`; this file says which there are, in what order, and under what names. The architectures are
+those of transformers' `Qwen3_5ForCausalLM` and `Qwen3_5MoeForCausalLM`; the head, which transformers does not run, is
+as in lmdeploy's `qwen3_5_mtp.py` and vLLM's:
+fc(cat[norm_e(embedding), norm_h(hidden)]) → one full-attention layer → norm → shared head.
+Published heads have one layer. Of several, fc and the norms are shared, as vLLM builds them (whose first loop runs
+layer 0 alone, issue 52688); here each draft has its own (`head.py`).
 """
 
 from __future__ import annotations
@@ -17,7 +20,9 @@ from torch import Tensor
 from mtplab.errors import CheckpointError
 from mtplab.models.cache import DeltaState, KVCache
 from mtplab.models.config import ModelConfig
+from mtplab.models.head import DraftModule, Head
 from mtplab.models.layers import MLP, Attention, GatedDelta
+from mtplab.models.mixture import Mixture
 from mtplab.models.norm import RMSNorm
 from mtplab.models.parameters import Parameters
 from mtplab.models.passes import Pass
@@ -33,16 +38,16 @@ class DecoderLayer:
     input_norm: RMSNorm
     mixer: Attention | GatedDelta
     post_norm: RMSNorm
-    mlp: MLP
+    mlp: MLP | Mixture
 
     def linears(self) -> Iterator[PackedLinear]:
         """Every linear layer of it."""
         inputs = self.mixer.qkv if isinstance(self.mixer, Attention) else self.mixer.inputs
-        yield from (inputs, self.mixer.out, self.mlp.gate_up, self.mlp.down)
+        yield from (inputs, self.mixer.out, *self.mlp.linears())
 
     def __call__(self, x: Tensor, run: Pass, cache: Cache) -> Tensor:
         x = self.mixer(x, self.input_norm(x), run, cache)
-        return self.mlp(x, self.post_norm(x))
+        return self.mlp(x, self.post_norm(x), run.rows)
 
 
 @dataclass
@@ -77,32 +82,6 @@ class Target:
         return self.head(normed)[0]
 
 
-@dataclass
-class Head:
-    """The MTP head: one layer, used again for every depth."""
-
-    config: ModelConfig
-    norm_embedding: RMSNorm
-    norm_hidden: RMSNorm
-    fc: PackedLinear  # [hidden, 2·hidden], the embedding's half first
-    layer: DecoderLayer
-    norm: RMSNorm
-
-    def linears(self) -> Iterator[PackedLinear]:
-        """Every linear layer of it but the vocabulary head, which is the target's."""
-        yield self.fc
-        yield from self.layer.linears()
-
-    def __call__(self, embedded: Tensor, hidden: Tensor, run: Pass, cache: KVCache) -> Tensor:
-        """embedded, hidden [padded rows, hidden] → the head's own hidden, before `norm`."""
-        both = torch.cat([self.norm_embedding(embedded), self.norm_hidden(hidden)], dim=-1)
-        return self.layer(self.fc(both)[0], run, cache)
-
-    def normed(self, hidden: Tensor) -> Tensor:
-        """mtp.norm: what the shared vocabulary head reads, and the next depth by default."""
-        return self.norm(hidden)
-
-
 def build_target(config: ModelConfig, p: Parameters) -> Target:
     """The target from its parameters. Raises CheckpointError for a tensor that is missing or of another shape."""
     c, root = config, p.root
@@ -126,14 +105,12 @@ def build_head(config: ModelConfig, p: Parameters) -> Head | None:
             "named mtp.*: there is no head to load. Set it to 0 to run the model without one (depth 0), or take a "
             "checkpoint that has its head."
         )
-    return Head(
-        c,
-        _norm(c, p, "mtp.pre_fc_norm_embedding.weight"),
-        _norm(c, p, "mtp.pre_fc_norm_hidden.weight"),
-        p.linear([("mtp.fc", c.hidden_size)], 2 * c.hidden_size),
-        _layer(c, p, "mtp.layers.0.", "full_attention"),
-        _norm(c, p, "mtp.norm.weight"),
-    )
+    norm_embedding = _norm(c, p, "mtp.pre_fc_norm_embedding.weight")
+    norm_hidden = _norm(c, p, "mtp.pre_fc_norm_hidden.weight")
+    fc = p.linear([("mtp.fc", c.hidden_size)], 2 * c.hidden_size)
+    layers = [_layer(c, p, f"mtp.layers.{i}.", "full_attention") for i in range(c.mtp_layers)]
+    norm = _norm(c, p, "mtp.norm.weight")
+    return Head([DraftModule(norm_embedding, norm_hidden, fc, layer, norm) for layer in layers])
 
 
 def _norm(c: ModelConfig, p: Parameters, name: str) -> RMSNorm:
@@ -143,15 +120,29 @@ def _norm(c: ModelConfig, p: Parameters, name: str) -> RMSNorm:
 
 def _layer(c: ModelConfig, p: Parameters, at: str, kind: str) -> DecoderLayer:
     mixer = _attention(c, p, f"{at}self_attn.") if kind == "full_attention" else _delta(c, p, f"{at}linear_attn.")
-    mlp = f"{at}mlp."
     return DecoderLayer(
         _norm(c, p, f"{at}input_layernorm.weight"),
         mixer,
         _norm(c, p, f"{at}post_attention_layernorm.weight"),
-        MLP(
-            p.linear([(f"{mlp}gate_proj", c.intermediate_size), (f"{mlp}up_proj", c.intermediate_size)], c.hidden_size),
-            p.linear([(f"{mlp}down_proj", c.hidden_size)], c.intermediate_size),
-        ),
+        _mixture(c, p, f"{at}mlp.") if c.num_experts else _mlp(c, p, f"{at}mlp.", c.intermediate_size),
+    )
+
+
+def _mlp(c: ModelConfig, p: Parameters, at: str, inner: int) -> MLP:
+    return MLP(
+        p.linear([(f"{at}gate_proj", inner), (f"{at}up_proj", inner)], c.hidden_size),
+        p.linear([(f"{at}down_proj", c.hidden_size)], inner),
+    )
+
+
+def _mixture(c: ModelConfig, p: Parameters, at: str) -> Mixture:
+    return Mixture(
+        p.linear([(f"{at}gate", c.num_experts)], c.hidden_size),
+        p.experts(f"{at}experts", c.num_experts, c.expert_size, c.hidden_size),
+        _mlp(c, p, f"{at}shared_expert.", c.shared_expert_size),
+        p.linear([(f"{at}shared_expert_gate", 1)], c.hidden_size),
+        c.num_experts,
+        c.experts_per_token,
     )
 
 

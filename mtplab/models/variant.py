@@ -7,6 +7,7 @@ otherwise are built anew from the checkpoint. Knows nothing of why a module is t
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -14,13 +15,16 @@ import torch
 
 from mtplab.config import EngineConfig, SpecConfig
 from mtplab.models.asked import plan_arguments
+from mtplab.models.head import Head
 from mtplab.models.layers import MLP, Attention
+from mtplab.models.mixture import Mixture
 from mtplab.models.model import Model
 from mtplab.models.parameters import Parameters
-from mtplab.models.qwen3_5 import DecoderLayer
+from mtplab.models.qwen3_5 import DecoderLayer, Target
+from mtplab.quant.experts import Experts
 from mtplab.quant.linear import PackedLinear
 
-__all__ = ["with_exclusions"]
+__all__ = ["exchanged", "with_exclusions"]
 
 
 def with_exclusions(model: Model, exclude: Any, draft_exclude: Any = None, model_format: str | None = None) -> Model:
@@ -37,13 +41,28 @@ def with_exclusions(model: Model, exclude: Any, draft_exclude: Any = None, model
     plan = model.checkpoint.plan(**plan_arguments(engine, spec))
     swap = _Swap(model, Parameters(model.checkpoint, plan, model.dtype, model.device, engine.activation_rounding))
     with torch.inference_mode():
-        target = replace(
-            model.target, layers=[_layer(each, swap) for each in model.target.layers], head=swap(model.target.head)
-        )
-        draft = model.draft
-        if draft is not None:
-            draft = replace(draft, fc=swap(draft.fc), layer=_layer(draft.layer, swap))
+        target, draft = exchanged(model, swap, swap.experts)
     return replace(model, plan=plan, target=target, draft=draft, engine=engine, spec=spec)
+
+
+def exchanged(
+    model: Model, swap: Callable[[PackedLinear], PackedLinear], experts: Callable[[Experts], Experts]
+) -> tuple[Target, Head | None]:
+    """The target and the head with other packed linear layers and other experts, everything else shared."""
+    layers = [_layer(each, swap, experts) for each in model.target.layers]
+    target = replace(model.target, layers=layers, head=swap(model.target.head))
+    if model.draft is None:
+        return target, None
+    made: dict[int, PackedLinear] = {}
+
+    def once(packed: PackedLinear) -> PackedLinear:
+        # modules of a head may share a layer
+        if id(packed) not in made:
+            made[id(packed)] = swap(packed)
+        return made[id(packed)]
+
+    modules = [replace(each, fc=once(each.fc), layer=_layer(each.layer, once, experts)) for each in model.draft.modules]
+    return target, replace(model.draft, modules=modules)
 
 
 class _Swap:
@@ -51,6 +70,8 @@ class _Swap:
 
     def __init__(self, model: Model, parameters: Parameters) -> None:
         self._before, self._after, self._parameters = model.plan.by_name, parameters.plan.by_name, parameters
+        c = model.config
+        self._sizes = c.num_experts, c.expert_size, c.hidden_size
 
     def __call__(self, packed: PackedLinear) -> PackedLinear:
         # a head tied to the embedding is no module of its own
@@ -61,16 +82,31 @@ class _Swap:
         members = [(name, shape[0]) for name, shape in zip(packed.names, shapes, strict=True)]
         return self._parameters.linear(members, shapes[0][1])
 
+    def experts(self, experts: Experts) -> Experts:
+        """A layer's experts as the new plan has them: all of them anew where one changes."""
+        if all(_treatment(self._before[name]) == _treatment(self._after[name]) for name in experts.names):
+            return experts
+        at = experts.names[0].partition(".experts.")[0]
+        return self._parameters.experts(f"{at}.experts", *self._sizes)
+
 
 def _treatment(module: Any) -> tuple[Any, ...]:
     return module.weight, module.activation, module.scale, module.block, module.activation_group, module.input_scale
 
 
-def _layer(layer: DecoderLayer, swap: _Swap) -> DecoderLayer:
+def _layer(layer: DecoderLayer, swap: Callable, experts: Callable) -> DecoderLayer:
     mixer = copy.copy(layer.mixer)
     if isinstance(mixer, Attention):
         mixer.qkv = swap(mixer.qkv)
     else:
         mixer.inputs = swap(mixer.inputs)
     mixer.out = swap(mixer.out)
-    return replace(layer, mixer=mixer, mlp=MLP(swap(layer.mlp.gate_up), swap(layer.mlp.down)))
+    return replace(layer, mixer=mixer, mlp=_feed(layer.mlp, swap, experts))
+
+
+def _feed(feed: MLP | Mixture, swap: Callable, experts: Callable) -> MLP | Mixture:
+    if isinstance(feed, MLP):
+        return MLP(swap(feed.gate_up), swap(feed.down))
+    shared = MLP(swap(feed.shared.gate_up), swap(feed.shared.down))
+    parts = swap(feed.router), experts(feed.experts), shared, swap(feed.shared_gate)
+    return Mixture(*parts, feed.count, feed.top_k)

@@ -64,6 +64,12 @@ class PackedLinear:
         found = dict(self._outputs(x))
         return tuple(found[i] for i in range(len(self.names)))
 
+    def joined(self, x: Tensor) -> Tensor:
+        """x [m, k] → [m, Σ n_i], the members' outputs side by side."""
+        if len(self._parts) == 1:
+            return self._parts[0].product(x)
+        return torch.cat(self(x), dim=-1)
+
     def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
         """residual [m, n] + the only member's product, in one operator."""
         (part,) = self._parts

@@ -9,6 +9,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
+from mtplab.study.acceptance_views import set_drawing
+
 _WHERE = {
     "Picture": "picture",
     "acceptance_by_depth": "figures",
@@ -27,6 +29,14 @@ _WHERE = {
     "sensitivity_bars": "exclusion_figures",
     "sensitivity_table": "exclusion_figures",
     "estimate_check": "exclusion_figures",
+    "AcceptancePanel": "acceptance_panel",
+    "acceptance_chart": "acceptance_figures",
+    "CachePanel": "cache_panel",
+    "cache_bytes_and_cost": "cache_figures",
+    "cache_by_context": "cache_figures",
+    "cache_table": "cache_figures",
+    "draft_cache_grid": "cache_figures",
+    "estimate_table": "exclusion_figures",
     "AdvisePanel": "advise_panel",
     "speedup_by_depth": "advise_figures",
     "best_depth_map": "advise_figures",
@@ -44,6 +54,11 @@ _WHERE = {
     "size_against": "tables",
     "NotebookProgress": "progress",
     "render_report": "html",
+    "compare": "comparison",
+    "Comparison": "comparison",
+    "differences_by_depth": "comparison_figure",
+    "write_comparison": "comparison_page",
+    "write_results": "results_page",
     "resolve_path": "paths",
 }
 
@@ -58,3 +73,13 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted([*globals(), *_WHERE])
+
+
+def _draw(view: Any) -> Any:
+    from mtplab.report.acceptance_figures import acceptance_chart
+
+    return acceptance_chart(view)
+
+
+# study knows no figures: this is how `AcceptanceSet.plot` finds one
+set_drawing(_draw)

@@ -18,7 +18,7 @@ from mtplab.checkpoint.audit.html import engines_html, findings_html
 from mtplab.checkpoint.audit.sizes import part_shown
 from mtplab.checkpoint.lenses import recommended_exclusions, views_of
 from mtplab.errors import MtplabError
-from mtplab.report.maps import checkpoint_map
+from mtplab.report.maps import checkpoint_map, map_key
 from mtplab.report.panels import Panel, Progress
 from mtplab.report.sweep_panel import module_globs
 from mtplab.report.tables import html_table
@@ -124,7 +124,7 @@ class AuditPanel(Panel):
         caption = f"{human_bytes(total)} in all"
         self.table.value = html_table(("part", "bytes", "of which FP8"), rows, caption=caption)
         self.findings.value = engines_html(result) + findings_html(result.findings)
-        self.show_picture(checkpoint_map(result.plan))
+        self.show_if_new(self.figure, map_key(result.plan), lambda: checkpoint_map(result.plan))
 
     def _names(self, globs: tuple[str, ...]) -> list[str]:
         import fnmatch

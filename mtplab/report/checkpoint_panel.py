@@ -13,7 +13,7 @@ from typing import Any
 import ipywidgets as widgets
 
 from mtplab.errors import MtplabError
-from mtplab.report.maps import checkpoint_map
+from mtplab.report.maps import checkpoint_map, map_key
 from mtplab.report.panels import Panel, Progress
 from mtplab.report.sweep_panel import module_globs
 from mtplab.report.tables import plan_table
@@ -89,7 +89,7 @@ class CheckpointPanel(Panel):
         return self.checkpoint.plan(exclude=exclude, model_format="fp8" if config["format"] == ONLINE else None)
 
     def draw(self, result: Any) -> None:
-        self.show_picture(checkpoint_map(result))
+        self.show_if_new(self.figure, map_key(result), lambda: checkpoint_map(result))
         part = self._widgets["search"].value.strip().lower()
         found = [module for module in result.modules if part in module.name.lower()]
         stored = human_bytes(sum(module.nbytes for module in found))

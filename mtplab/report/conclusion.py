@@ -102,14 +102,16 @@ class Conclusion:
         deepest, best = max(speed), max(speed.values())
         # two runs differ by that much: what is as fast within it is named too
         fast = [depth for depth in sorted(speed) if speed[depth] * PAYS > best]
-        plain = [r["tokens_per_second"] for r in timed if r["depth"] == 0 and r["odd_timing"] is None]
+        plain = [r for r in timed if r["depth"] == 0 and r["odd_timing"] is None]
+        rates = [r["tokens_per_second"] for r in plain if r["tokens_per_second"] is not None]
+        rate = f" ({median(rates):.0f} tokens per second)" if rates else ""
         by_depth = ", ".join(f"{speed[depth]:.2f} at {depth}" for depth in sorted(speed) if depth)
         settings = cost[deepest].settings
         return (
             f"On {_machine(timed[0])}, a round at depth {deepest} takes {cost[deepest].ratio:.1f} times as long as "
             f"one at depth 0 ({f'median of {settings} settings' if settings > 1 else 'one setting'}): to break even it "
             f"would have to give as many tokens, and it gives {line[deepest]['acceptance_length']:.2f}. Speed "
-            f"against plain decoding ({median(plain):.0f} tokens per second): {by_depth}. "
+            f"against plain decoding{rate}: {by_depth}. "
             + ("Here no depth pays." if 0 in fast else f"Here depth {' or '.join(map(str, fast))} pays most.")
         )
 
@@ -211,8 +213,9 @@ def _prompts(record: Record) -> str:
 
 def _kl(record: Record) -> str:
     setting = f"{record['weights_label']}, KV cache {record['policy_label']}"
-    top1 = f"the same likeliest token at {100 * record['top1_agreement']:.1f} % of positions"
-    return f"{kl_words(record).replace('±', '± ')} millinats per token ({setting}; {top1})"
+    share = record.get("top1_agreement")
+    top1 = "" if share is None else f"; the same likeliest token at {100 * share:.1f} % of positions"
+    return f"{kl_words(record).replace('±', '± ')} millinats per token ({setting}{top1})"
 
 
 def _machine(record: Record) -> str:

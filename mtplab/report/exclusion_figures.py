@@ -18,7 +18,7 @@ from mtplab.report.tables import html_table
 from mtplab.report.text import human_bytes, plain, plot_label
 from mtplab.study.sensitivity import shown
 
-__all__ = ["estimate_check", "pareto", "sensitivity_bars", "sensitivity_table"]
+__all__ = ["estimate_check", "estimate_table", "pareto", "sensitivity_bars", "sensitivity_table"]
 
 MOST = 40  # bars that still have readable names
 _PARTS = {"target": BLUE, "draft": VERMILLION}
@@ -72,7 +72,9 @@ def _bars_alt(found: Any) -> str:
 
 
 def sensitivity_table(found: Any) -> str:
-    """HTML: every group's cost alone in FP8 and what keeping it alone brings back, ± half a 95 % interval."""
+    """HTML: every group's cost alone in FP8 and what keeping it alone brings back, ± half a 95 % interval; and what was
+    estimated, where it was."""
+    some = any(row.estimated is not None for row in found.rows)
     body = [
         (
             row.group.name,
@@ -80,11 +82,38 @@ def sensitivity_table(found: Any) -> str:
             human_bytes(row.group.nbytes),
             *(shown(change, 1e3) for change in (row.kl, row.kl_back)),
             *(shown(change, 1) for change in (row.length, row.length_back)),
+            *(["" if row.estimated is None else shown(row.estimated, 1e3)] if some else ()),
         )
         for row in found.rows
     ]
     head = ("Modules", "Part", "FP8 saves", "KL alone", "KL back", "Length alone", "Length back")
     caption = "KL in millinats per token, acceptance length in tokens per round; within chance in parentheses"
+    if some:
+        head += ("Estimated",)
+        caption += ". Estimated: the target's KL alone; of a draft's modules, the change of its KL from the target"
+    return html_table(head, body, caption, left=2, height="32em")
+
+
+def estimate_table(check: Any) -> str:
+    """HTML: estimated and measured KL of every group alone in FP8, and by how much they differ, text by text.
+
+    Args:
+        check: an `EstimateCheck`.
+    """
+    body = [
+        (
+            row.group.name,
+            row.group.part,
+            *(shown(change, 1e3) for change in (row.estimated, row.measured, row.off)),
+            "yes" if row.sound else "no",
+        )
+        for row in check.rows
+    ]
+    head = ("Modules", "Part", "Estimated", "Measured", "Measured less estimated", "Sound")
+    caption = (
+        "Millinats: the target's KL per token; of a draft's modules, the change of the draft's KL from its target per "
+        "slot. Sound: small enough for an expansion, and off by no more than chance or a third"
+    )
     return html_table(head, body, caption, left=2, height="32em")
 
 

@@ -51,7 +51,7 @@ def parameter_names(notebook: Path) -> list[str]:
 def read_notebook(path: Path) -> Any:
     """The notebook in `path`. Raises `ConfigError` when there is none."""
     if not path.is_file():
-        raise ConfigError(f"{path} is not a file; give the path of a notebook (.ipynb)")
+        raise ConfigError(f"{path} is not a file; give the path of a notebook (.ipynb), or of results")
     try:
         return nbformat.read(path, as_version=4)
     except Exception as problem:

@@ -67,14 +67,15 @@ class SweepExplorer:
     Args:
         rows: rows of a sweep, or dicts with the same fields.
         height: height of the frame in CSS pixels.
+        first: how many exclusion sets are ticked at first where there are more lines than can be told apart.
 
     Raises:
         ConfigError: something in `rows` is not a row.
     """
 
-    def __init__(self, rows: Any, height: int = 640):
+    def __init__(self, rows: Any, height: int = 640, first: int = 1):
         self.records: list[Record] = as_records(rows)
-        self.height = int(height)
+        self.height, self.first = int(height), int(first)
 
     @property
     def rows(self) -> list[Record]:
@@ -93,6 +94,7 @@ class SweepExplorer:
             "policies": policies,
             "weights": weights,
             "labels": LABELS,
+            "first": self.first,
             "palette": {"colours": policy_colours(policies), "markers": MARKER_NAMES, "dashes": DASHES},
         }
         page = _asset("explorer.html").replace("%CSS%", _asset("explorer.css")).replace("%HASH%", script_hash())

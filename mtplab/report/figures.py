@@ -19,7 +19,15 @@ from mtplab.report.picture import Picture
 from mtplab.report.rows import Record, as_records, at_temperature, group_series
 from mtplab.report.text import plain, plot_label
 
-__all__ = ["acceptance_by_depth", "acceptance_by_position", "new_figure", "nothing_drawn", "style_axes"]
+__all__ = [
+    "Signs",
+    "acceptance_by_depth",
+    "acceptance_by_position",
+    "new_figure",
+    "nothing_drawn",
+    "side_by_side",
+    "style_axes",
+]
 
 FEW = 50  # rounds below which a share says little: at 50 % it is ± 14 points even if rounds were independent
 WIDTH = 9.0  # inches; 990 px at the default dpi, so that it is still readable scaled to 800
@@ -42,7 +50,7 @@ def style_axes(axes: Axes, title: str, x: str, y: str) -> None:
         axes.spines[side].set_visible(False)
 
 
-class _Signs:
+class Signs:
     """Colour says the cache policy, marker and dash the exclusion set: in every figure, whatever it shows."""
 
     def __init__(self, records: Sequence[Record]):
@@ -87,7 +95,7 @@ class _Signs:
                 text.set_fontweight("bold")
 
 
-def _shift(index: int, count: int, width: float = 0.26) -> float:
+def side_by_side(index: int, count: int, width: float = 0.26) -> float:
     """Sideways shift of series `index` of `count`, so that points and bars lie side by side, not on top."""
     return 0.0 if count < 2 else (index / (count - 1) - 0.5) * min(width, 0.07 * (count - 1))
 
@@ -133,9 +141,9 @@ def acceptance_by_depth(rows: Any, temperature: float | None = None) -> Picture:
     )
     if not series:
         return Picture(nothing_drawn(figure, axes), "Acceptance length by depth: there are no finished rows to draw.")
-    signs = _Signs([found[0] for found in series.values()])
+    signs = Signs([found[0] for found in series.values()])
     for index, found in enumerate(series.values()):
-        shift = _shift(index, len(series))
+        shift = side_by_side(index, len(series))
         look = signs.line(found[0])
         # plain decoding is one token a round in every setting: there the lines meet
         x = [record["depth"] + (shift if record["depth"] else 0) for record in found]
@@ -183,9 +191,9 @@ def acceptance_by_position(rows: Any, depth: int | None = None, temperature: flo
         return Picture(nothing_drawn(figure, left, right), "Acceptance by position: there are no rows with a draft.")
     chosen = depth if depth in depths else depths[-1]
     found = [record for rows_ in series.values() for record in rows_ if record["depth"] == chosen]
-    signs = _Signs(found)
+    signs = Signs(found)
     for index, record in enumerate(found):
-        shift = _shift(index, len(found))
+        shift = side_by_side(index, len(found))
         reached = rounds_reaching(record)
         for axes, key in ((left, "per_position"), (right, "conditional")):
             shares = record.get(key) or []

@@ -94,20 +94,22 @@ class GemmPanel(Panel):
         if config["columns"]:
             spoilt = with_outliers(weight, min(config["columns"], weight.shape[1]), config["octaves"])
             found[f"{config['columns']} input channels × 2^{config['octaves']}"] = matrix_errors(spoilt)
-        return {"errors": found, "measure": config["measure"], "roof": (config["shape"], config["gpu"], config["rows"])}
+        matrix = (name, config["columns"], config["octaves"] if config["columns"] else None, config["measure"])
+        return {"errors": found, "matrix": matrix, "roof": (config["shape"], config["gpu"], config["rows"])}
 
     def draw(self, result: Any) -> None:
-        self.show_picture(granularity_errors(result["errors"], result["measure"]))
+        errors, measure = result["errors"], result["matrix"][-1]
+        self.show_if_new(self.figure, result["matrix"], lambda: granularity_errors(errors, measure))
         rows = [
             [label, error.granularity, f"{error.relative:.2%}", f"{error.worst_row:.2%}", f"{error.worst_column:.2%}",
              f"{error.flushed:.2%}", f"{error.scale_bytes:.3%}"]
-            for label, errors in result["errors"].items()
-            for error in errors
+            for label, found in errors.items()
+            for error in found
         ]  # fmt: skip
         head = ["Matrix", "Scale for", "Error", "Worst row", "Worst column", "Became zero", "Scale bytes"]
         self.table.value = html_table(head, rows, f"E4M3, {len(GRANULARITIES)} granularities")
         index, name, m = result["roof"]
-        self.roof.value = roofline(SHAPES[index], gpu(name), m).to_html()
+        self.show_if_new(self.roof, result["roof"], lambda: roofline(SHAPES[index], gpu(name), m))
 
     def _follow(self) -> None:
         # a failure is already written into the panel; raising here would only reach the kernel's log

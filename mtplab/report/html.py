@@ -27,7 +27,7 @@ from mtplab.report.explorer import ROWS_MIME, script_hash
 from mtplab.report.tables import html_table
 from mtplab.report.text import escape, plain
 
-__all__ = ["REMOVED_TAGS", "render_report", "to_html"]
+__all__ = ["REMOVED_TAGS", "render_report", "to_html", "write_page"]
 
 #: Cells with one of these tags are no part of a report.
 REMOVED_TAGS = ("parameters", "injected-parameters", "live-only", "remove-cell")
@@ -108,21 +108,22 @@ def render_report(
             text = to_html(node, facts)
             rows = rows_of(node)
             if rows:
-                _write(page.with_suffix(".rows.json"), json.dumps(rows, ensure_ascii=False, indent=0) + "\n")
+                write_page(page.with_suffix(".rows.json"), json.dumps(rows, ensure_ascii=False, indent=0) + "\n")
             os.replace(executed, page.with_suffix(".ipynb"))
-        _write(page, text)
+        write_page(page, text)
     finally:
         if bar is not None:
             bar.close()
     return page
 
 
-def to_html(node: Any, facts: Mapping[str, Any]) -> str:
+def to_html(node: Any, facts: Mapping[str, Any] | str, title: str | None = None) -> str:
     """An executed notebook as one HTML document.
 
     Args:
         node: the notebook (nbformat node), with its outputs.
-        facts: what the provenance table says, name -> value.
+        facts: what the provenance table says, name -> value; or the table itself, as HTML.
+        title: of the document; the notebook's first heading when None.
     """
     from nbconvert import HTMLExporter
     from traitlets.config import Config
@@ -130,8 +131,8 @@ def to_html(node: Any, facts: Mapping[str, Any]) -> str:
     config = Config()
     config.TagRemovePreprocessor.enabled = True
     config.TagRemovePreprocessor.remove_cell_tags = set(REMOVED_TAGS)
-    title = _title(node)
-    table = html_table(("What", "Value"), facts.items(), left=2)
+    title = _title(node) if title is None else title
+    table = facts if isinstance(facts, str) else html_table(("What", "Value"), facts.items(), left=2)
     with as_file(files("mtplab.report").joinpath("template")) as templates:
         exporter = HTMLExporter(config=config, extra_template_basedirs=[str(templates)], template_name="mtplab")
         for name in _URLS:
@@ -250,7 +251,7 @@ def _contents(body: str) -> str:
     return f"<p>Contents</p><ol>{items}</ol>" if items else ""
 
 
-def _write(path: Path, text: str) -> None:
+def write_page(path: Path, text: str) -> None:
     """Writes a text file so that it is there whole or not at all."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:

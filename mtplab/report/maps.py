@@ -7,16 +7,23 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
+from functools import cache
 from typing import Any
 
-from matplotlib.patches import Patch, Rectangle
+from matplotlib.axes import Axes
+from matplotlib.collections import PathCollection, PolyCollection
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+from matplotlib.path import Path
+from matplotlib.textpath import TextPath
+from matplotlib.transforms import Affine2D
 
 from mtplab.report.figures import new_figure, style_axes
 from mtplab.report.palette import DTYPE_COLOURS, DTYPE_INK, INK, PAPER
 from mtplab.report.picture import Picture
 from mtplab.report.text import human_bytes, part_words, plot_label
 
-__all__ = ["bytes_by_part", "checkpoint_map"]
+__all__ = ["bytes_by_part", "checkpoint_map", "map_key"]
 
 _LAYER = re.compile(r"^(?P<root>.*?)layers\.(?P<layer>\d+)\.(?P<rest>.+)$")
 _NAMES = {"fp8": "FP8 with a scale per block", "bf16": "BF16", "f16": "FP16", "f32": "FP32", "other": "other"}
@@ -85,6 +92,11 @@ def _together(rows: list[Row]) -> str:
     return f"{'draft ' if rows[0][0] == 1 else ''}layers {', '.join(texts[:3])}{more} ({len(rows)})"
 
 
+def map_key(plan: Any) -> tuple[Any, ...]:
+    """All of a plan that its map shows: two plans with one key have one map."""
+    return tuple((module.name, module.part, module.weight, module.activation) for module in plan.modules)
+
+
 def checkpoint_map(plan: Any) -> Picture:
     """Modules of a plan as coloured cells: layers as rows, kinds of module as columns.
 
@@ -101,11 +113,17 @@ def checkpoint_map(plan: Any) -> Picture:
     axes = figure.add_subplot()
     style_axes(axes, "How each module's weight is held", "", "")
     axes.grid(False)
+    signs: dict[Sign, list[tuple[float, float]]] = defaultdict(list)
     for y, cells in enumerate(rows.values()):
-        for column, (colour, ink, label) in cells.items():
-            x = columns[column]
-            axes.add_patch(Rectangle((x, y), 1, 1, facecolor=colour, edgecolor=PAPER, linewidth=1.5))
-            axes.text(x + 0.5, y + 0.52, label, ha="center", va="center", fontsize=8, color=ink)
+        for column, sign in cells.items():
+            signs[sign].append((columns[column], y))
+    # cells that look alike are one thing to draw: a panel draws a map for every move of a control
+    for (colour, ink, label), places in signs.items():
+        squares = [[(x, y), (x + 1, y), (x + 1, y + 1), (x, y + 1)] for x, y in places]
+        axes.add_collection(
+            PolyCollection(squares, facecolor=colour, edgecolor=PAPER, linewidth=1.5), autolim=False
+        ).set_in_layout(False)
+        axes.add_collection(_written(label, ink, places, figure, axes), autolim=False).set_in_layout(False)
     axes.set_xlim(0, len(columns))
     axes.set_ylim(len(rows), 0)
     axes.set_xticks([i + 0.5 for i in range(len(columns))])
@@ -126,6 +144,29 @@ def checkpoint_map(plan: Any) -> Picture:
     handles = [Patch(facecolor=DTYPE_COLOURS[name], label=text) for name, text in named]
     figure.legend(handles=handles, loc="outside lower center", frameon=False, fontsize=10, ncols=len(handles))
     return Picture(figure, _map_alt(plan))
+
+
+@cache
+def _outline(label: str) -> Path:
+    """A cell's text as a path, centred, in points: laid out once instead of in every cell of every map."""
+    path, digit = (TextPath((0, 0), text, size=8) for text in (label, "8"))
+    box = path.get_extents()
+    # by a digit's height, whatever else is in the label: a slash must not move it up
+    return path.transformed(Affine2D().translate(-(box.x0 + box.x1) / 2, -digit.get_extents().y1 / 2))
+
+
+def _written(label: str, ink: str, places: list[tuple[float, float]], figure: Figure, axes: Axes) -> PathCollection:
+    """The label in the middle of every place."""
+    made = PathCollection(
+        [_outline(label)],
+        offsets=[(x + 0.5, y + 0.5) for x, y in places],
+        offset_transform=axes.transData,
+        facecolor=ink,
+        linewidth=0,
+        gid=label,
+    )
+    made.set_transform(Affine2D().scale(1 / 72) + figure.dpi_scale_trans)
+    return made
 
 
 def _map_alt(plan: Any) -> str:

@@ -73,12 +73,12 @@ class ModuleChoice:
 
     def __init__(self, plan: Any) -> None:
         """`plan`: a checkpoint's, as stored."""
-        self.quantised = any(module.weight == "fp8" and module.kind == "linear" for module in plan.modules)
+        self.quantised = any(module.weight == "fp8" and module.multiplies for module in plan.modules)
         self.total = sum(module.loaded_nbytes for module in plan.modules)
         found: dict[str, tuple[str, list[str], list[int]]] = {}
         for module in plan.modules:
             could = module.weight == "fp8" if self.quantised else module.stored in PLAIN_FLOATS
-            if module.kind == "linear" and module.part != "unused" and could:
+            if module.multiplies and module.part != "unused" and could:
                 name = _EXPERT.sub("experts.*.", module.name, count=1)
                 part = "draft" if module.part == "draft" else "target"
                 _, names, costs = found.setdefault(name, (part, [], []))

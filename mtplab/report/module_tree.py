@@ -210,7 +210,7 @@ class ModuleTree(widgets.VBox):
             )
         value = ", ".join(self.value) or "nothing"
         value = value if len(value) <= 400 else value[:399] + "…"
-        return f'<span aria-live="polite">{escape(text)}<br>{escape(value)}</span>'
+        return f'<div aria-live="polite" style="line-height:1.4">{escape(text)}<br>{escape(value)}</div>'
 
 
 class _Line:

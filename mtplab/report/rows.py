@@ -37,6 +37,7 @@ _TELLING = ("method", "prompt_set", "seed", "top_k", "top_p")
 def as_records(rows: Any) -> list[Record]:
     """Every row as a dict with a key more for each of `LABELS`.
 
+    A dict's `source`, the file it came from, begins its line's name where there are several.
     `policy_label`, `weights_label` and `series` name its line; `length_error` is the ± of its acceptance length, with
     `domain_errors` by domain (None where it cannot be told); `odd_timing` says how many times slower than the other
     rows its rounds were, where that is so much that the machine must have been busy; `target_fault` why its target is
@@ -59,13 +60,17 @@ def as_records(rows: Any) -> list[Record]:
                 "give rows of mtplab.sweep or dicts with the same fields"
             )
         records.append(record)
-    several = len({_origin(record) for record in records}) > 1
     # what else tells two lines of this study apart goes into the label, or they would be drawn as one
-    also = [key for key in _TELLING if len({str(record.get(key)) for record in records}) > 1]
+    files: dict[Any, list[Record]] = {}
+    for record in records:
+        files.setdefault(record.get("source"), []).append(record)
+    several = any(len({_origin(record) for record in found}) > 1 for found in files.values())
+    also = [key for key in _TELLING if any(len({str(r.get(key)) for r in found}) > 1 for found in files.values())]
     for record in records:
         record["policy_label"] = policy_label(record)
         told = [_told(key, record.get(key)) for key in also]
-        record["weights_label"] = " · ".join([weights_label(record, with_origin=several), *told])
+        file = [str(record["source"])] if len(files) > 1 else []
+        record["weights_label"] = " · ".join([*file, weights_label(record, with_origin=several), *told])
         record["series"] = f"{record['weights_label']} · {record['policy_label']} cache"
         record["length_error"] = length_error(record)
         record["domain_errors"] = {name: length_error(record, name) for name in record.get("by_domain") or {}}

@@ -180,7 +180,7 @@ class SweepPanel(Panel):
         presets = widgets.Box(
             [label, *(w[f"preset {name}"] for name in PRESETS)], layout=widgets.Layout(**wrap, grid_gap="0 14px")
         )
-        left = [w["depths"], presets, w["modules"], w["temperature"]]
+        left = [w["depths"], w["temperature"], presets, w["modules"]]
         right = [w["policies"], w["draft_policy"], w["new_tokens"], w["prompts"], w["text"]]
         columns = [widgets.VBox(side, layout=widgets.Layout(**_COLUMN)) for side in (left, right)]
         inputs = widgets.Box(columns, layout=widgets.Layout(**wrap, align_items="flex-start", grid_gap="4px 18px"))

@@ -174,7 +174,7 @@ class ExclusionMeter:
         from mtplab.study.prompts import load_prompts
 
         other = copy.copy(self)
-        for name in ("all_fp8", "bf16", "published", "_texts", "_reference"):
+        for name in ("all_fp8", "bf16", "published", "texts", "_reference"):
             other.__dict__.pop(name, None)
         other.prompts = [list(ids) for ids in load_prompts(prompts).encoded(self.model.encode)]
         other.seed = self.seed if seed is None else seed
@@ -235,7 +235,7 @@ class ExclusionMeter:
         return found
 
     @cached_property
-    def _texts(self) -> list[list[int]]:
+    def texts(self) -> list[list[int]]:
         from mtplab.study.quality import own_texts
 
         return own_texts(self.model, self.prompts, self.max_new_tokens, self.seed)
@@ -244,12 +244,12 @@ class ExclusionMeter:
     def _reference(self) -> Any:
         from mtplab.study.quality import read
 
-        size = 4 * self.model.config.vocab_size * sum(map(len, self._texts))
-        return read(self.model, self._texts, self.model.engine.exact) if size <= _KEEP_BYTES else self.model
+        size = 4 * self.model.config.vocab_size * sum(map(len, self.texts))
+        return read(self.model, self.texts, self.model.engine.exact) if size <= _KEEP_BYTES else self.model
 
     @property
     def _judged(self) -> tuple[int, ...]:
-        return tuple(len(text) - len(prompt) for text, prompt in zip(self._texts, self.prompts, strict=True))
+        return tuple(len(text) - len(prompt) for text, prompt in zip(self.texts, self.prompts, strict=True))
 
     def _quality(self, model: Any, excluded: frozenset[str]) -> tuple[tuple[float, ...], tuple[int, ...]]:
         """(KL, agreements) by text. A set that differs from one measured before in the draft only has the same."""
@@ -260,7 +260,7 @@ class ExclusionMeter:
             if self._of_target(key) == mine:
                 return other.kl, other.agreed
         skip = [len(prompt) - 1 for prompt in self.prompts]
-        found = quality(model, self._texts, self._reference, skip=skip, exact=self.model.engine.exact)
+        found = quality(model, self.texts, self._reference, skip=skip, exact=self.model.engine.exact)
         count = len(self.prompts)
         agreed = np.bincount(found.text, found.agrees, count)
         return tuple(np.bincount(found.text, found.kl, count).tolist()), tuple(int(n) for n in agreed)

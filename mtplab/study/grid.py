@@ -285,7 +285,7 @@ def exclusion_remark(checkpoint: Any, plan: Any, *exclusions: Any) -> str | None
     asked = any(exclusion not in (None, "published") for exclusion in exclusions)
     if not asked or checkpoint.quantization is None:
         return None
-    kept = sum(m.kind == "linear" and m.weight == "fp8" and m.activation == "none" for m in plan.modules)
+    kept = sum(m.multiplies and m.weight == "fp8" and m.activation == "none" for m in plan.modules)
     return (
         (
             f"the checkpoint is stored in FP8: {kept} excluded linear modules keep their FP8 weights and only lose "

@@ -144,9 +144,11 @@ class PointConfig(BaseModel):
         return hashlib.sha256(canonical_json(facts).encode("ascii")).hexdigest()
 
     def settings(self) -> dict[str, Any]:
-        """The config without the long lists, for a row's provenance (JSON-ready)."""
+        """The config without the long lists, for a row's provenance (JSON-ready); of the prompts' ids a SHA-256, by
+        which rows of two files are known to be over the same prompts."""
         long = {"prompts", "domains", "excluded", "draft_excluded", "calibration"}
-        found = self.model_dump(mode="json", exclude=long)
+        ids = hashlib.sha256(canonical_json(self.prompts).encode("ascii")).hexdigest()
+        found = self.model_dump(mode="json", exclude=long) | {"prompt_digest": ids}
         if self.calibration is not None:
             texts = hashlib.sha256(canonical_json(self.calibration).encode("ascii")).hexdigest()
             found["calibration"] = f"{len(self.calibration)} texts, {texts}"
@@ -184,6 +186,6 @@ def excluded_modules(modules: Iterable[Any], part: str) -> tuple[str, ...]:
         sorted(
             m.name
             for m in modules
-            if m.part in mine and m.kind == "linear" and not (m.weight == "fp8" and m.activation == "fp8")
+            if m.part in mine and m.multiplies and not (m.weight == "fp8" and m.activation == "fp8")
         )
     )

@@ -71,15 +71,19 @@ class Quality:
 
     def kl_interval(self) -> float | None:
         """Half a 95 % interval of `mean_kl` over texts (jackknife); None without a reference or with one text."""
+        return self._kl_interval(np.ones(len(self.text), bool))
+
+    def _kl_interval(self, inside: np.ndarray) -> float | None:
+        """The same over the tokens `inside` [n], of the texts that have some."""
         if self.kl is None:
             return None
-        count = int(self.text.max(initial=-1)) + 1
-        sums = np.bincount(self.text, self.kl, count)
-        sizes = np.bincount(self.text, minlength=count)
-        return jackknife(without_one(sums, sizes))
+        sizes = np.bincount(self.text[inside])
+        sums = np.bincount(self.text[inside], self.kl[inside])
+        return jackknife(without_one(sums[sizes > 0], sizes[sizes > 0]))
 
     def by_context(self, edges: Sequence[int]) -> list[dict[str, Any]]:
-        """Means within ranges of positions: from, to, tokens, kl, top1_agreement, perplexity (None without tokens)."""
+        """Means within ranges of positions: from, to, tokens, kl, half its 95 % interval over texts, top1_agreement,
+        perplexity (None without tokens)."""
         if len(edges) < 2 or any(b <= a for a, b in itertools.pairwise(edges)):
             raise ConfigError(f"edges is {list(edges)!r}; expected at least two positions, each beyond the one before")
         found = []
@@ -92,6 +96,7 @@ class Quality:
                     "to": int(high),
                     "tokens": int(inside.sum()),
                     "kl": float(self.kl[inside].mean()) if some and self.kl is not None else None,
+                    "kl_half_interval": self._kl_interval(inside) if some else None,
                     "top1_agreement": float(self.agrees[inside].mean()) if some and self.agrees is not None else None,
                     "perplexity": float(np.exp(self.nll[inside].mean())) if some else None,
                 }

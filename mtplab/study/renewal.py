@@ -59,12 +59,9 @@ def expected_counts(alpha: np.ndarray, slots: np.ndarray, depth: int | np.ndarra
     visits = np.zeros((p, s + k + 2))
     if s:
         visits[:, 0] = slots > 0
-    rows = np.arange(p)
     for at in range(s):
-        for a in range(k + 1):
-            flow = visits[:, at] * stop[:, at, a]
-            if flow.any():
-                np.add.at(visits, (rows, at + emits[:, at, a]), flow)
+        # a round that accepted a ends a + 1 further; past the output's end, where that matters no more
+        visits[:, at + 1 : at + k + 2] += visits[:, at, None] * stop[:, at]
     begun = visits[:, :s] * (left > 0)
     rounds = begun.sum(1)
     # sums taken in another order may pass each other by a rounding

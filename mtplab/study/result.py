@@ -25,6 +25,7 @@ __all__ = ["SweepResult"]
 
 # column -> how a row shows it; a column on which all rows agree goes above the table
 _COLUMNS = {
+    "checkpoint": lambda row: row.checkpoint,
     "exclusions": lambda row: weights_words(row.exclude_label, row.model_format),
     "KV cache": lambda row: cache_words(row.quant_policy),
     "draft's cache": lambda row: cache_words(row.draft_quant_policy),
@@ -175,7 +176,7 @@ class SweepResult:
             if name in _ALWAYS or len(values) > 1:
                 if not same_as_target:
                     shown.append(name)
-            elif values and not same_as_target:
+            elif values and not same_as_target and name != "checkpoint":  # which stands above the table anyway
                 shared.append(f"{name} {next(iter(values))}")
         return shown, shared
 
@@ -215,7 +216,7 @@ class SweepResult:
             for row in self.failed
         ]
         errors = list(dict.fromkeys(errors))  # two labels can share a point, and its failure
-        checkpoints = dict.fromkeys(row.checkpoint for row in self.rows)
+        checkpoints = dict.fromkeys(row.checkpoint for row in self.rows if "checkpoint" not in names)
         tokens = dict.fromkeys(
             f"{row.n_prompts} prompt{'s' if row.n_prompts > 1 else ''} × {row.max_new_tokens} tokens"
             for row in self.rows

@@ -151,12 +151,12 @@ class ResultRow(_Frozen):
     draft_kv_bytes_per_token: Count | None = None
     state_bytes: Count | None = None
     seconds: Annotated[float, Field(ge=0.0)] | None = None
-    tokens_per_second: float | None = None
+    tokens_per_second: Annotated[float, Field(ge=0.0)] | None = None
     kl: Annotated[float, Field(ge=0.0)] | None = None
     kl_error: Annotated[float, Field(ge=0.0)] | None = None
     top1_agreement: Share | None = None
-    perplexity: float | None = None
-    reference_perplexity: float | None = None
+    perplexity: Annotated[float, Field(gt=0.0)] | None = None
+    reference_perplexity: Annotated[float, Field(gt=0.0)] | None = None
     quality_text: str | None = None
     quality_note: str | None = None
     output_hash: str | None = None

@@ -12,14 +12,17 @@ Knows nothing of which sets are best.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from mtplab.study.exclusion_meter import Change, ExclusionMeter, Measured, kl_change, length_change
 from mtplab.study.interval import jackknife, without_one
 from mtplab.study.module_groups import ModuleGroup
+
+if TYPE_CHECKING:
+    from mtplab.study.estimate import Estimate
 
 __all__ = ["Additivity", "Sensitivity", "SensitivityRow", "sensitivity", "shown"]
 
@@ -30,17 +33,22 @@ _FACTOR = 1.5
 @dataclass(frozen=True)
 class SensitivityRow:
     """One group of modules. `kl` and `length` are alone in FP8 against BF16, `kl_back` and `length_back` all in FP8
-    but this against all in FP8: KL in nats per token (lower is better), acceptance length in tokens per round."""
+    but this against all in FP8: KL in nats per token (lower is better), acceptance length in tokens per round.
+    `estimated` is what `study.estimate` says of it without running it, where that was asked: of the target's groups
+    `kl`, of the draft's the change of the draft's own KL from the target, nats per slot."""
 
     group: ModuleGroup
     kl: Change
     length: Change
     kl_back: Change
     length_back: Change
+    estimated: Change | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON can hold it."""
         changes = {"kl": self.kl, "length": self.length, "kl_back": self.kl_back, "length_back": self.length_back}
+        if self.estimated is not None:
+            changes["estimated"] = self.estimated
         return {
             "group": self.group.name,
             "part": self.group.part,
@@ -109,6 +117,10 @@ class Sensitivity:
             if len(quantised) > 1 and estimate is not None:
                 found.setdefault(frozenset(quantised), (point.mean_kl.value, estimate))
         return list(found.values())
+
+    def with_estimate(self, estimate: Estimate) -> Sensitivity:
+        """The same with what an estimate says beside every row."""
+        return replace(self, rows=tuple(replace(row, estimated=estimate.of(row.group)) for row in self.rows))
 
     def to_records(self) -> list[dict[str, Any]]:
         """A dict for each row."""

@@ -59,27 +59,28 @@ def sentences(rows: Iterable[Any], most: int = 3) -> list[str]:
     """A sentence for each broken target: what is wrong with it, and what acceptance length hides that."""
     found = [row for row in rows if _get(row, "error") is None]
     why = faults(found)
+    several = len({_get(row, "checkpoint") for row in found}) > 1
     sound = [row for row, fault in zip(found, why, strict=True) if fault is None and _measured(row)]
     broken: dict[tuple[Any, ...], tuple[Any, str]] = {}
     for row, fault in zip(found, why, strict=True):
         if fault is not None:
-            key = (_named(row), fault)
+            key = (_named(row, several), fault)
             if key not in broken or _rank(row) > _rank(broken[key][0]):
                 broken[key] = (row, fault)
-    told = [_sentence(row, fault, sound) for row, fault in list(broken.values())[:most]]
+    told = [_sentence(row, fault, sound, several) for row, fault in list(broken.values())[:most]]
     if len(broken) > most:
         told.append(f"{MARK} and {len(broken) - most} more broken targets.")
     return told
 
 
-def _sentence(row: Any, fault: str, sound: list[Any]) -> str:
+def _sentence(row: Any, fault: str, sound: list[Any], several: bool) -> str:
     length, depth = _get(row, "acceptance_length"), _get(row, "depth")
-    said = f"{MARK} {_named(row)}: the target is broken ({fault})."
+    said = f"{MARK} {_named(row, several)}: the target is broken ({fault})."
     if length is None or not depth:
         return said
     like = [r for r in sound if all(_get(r, key) == _get(row, key) for key in ("depth", "temperature", "prompt_set"))]
     best = max(like, key=lambda r: _get(r, "acceptance_length"), default=None)
-    beside = "" if best is None else f" ({_get(best, 'acceptance_length'):.2f} with {_named(best)})"
+    beside = "" if best is None else f" ({_get(best, 'acceptance_length'):.2f} with {_named(best, several)})"
     return (
         f"{said} Its acceptance length at depth {depth}, {length:.2f}{beside}, says how easily it is guessed, and "
         "nothing of whether it is right."
@@ -137,9 +138,10 @@ def _short(value: float, digits: int) -> str:
     return f"{value:.0f}" if value >= 10**digits else f"{value:.{digits}g}"
 
 
-def _named(row: Any) -> str:
+def _named(row: Any, several: bool) -> str:
+    origin = f"{_get(row, 'checkpoint')}: " if several else ""
     words = weights_words(str(_get(row, "exclude_label")), _get(row, "model_format"))
-    return f"{words} · {cache_words(_get(row, 'quant_policy') or 'none')} cache"
+    return f"{origin}{words} · {cache_words(_get(row, 'quant_policy') or 'none')} cache"
 
 
 def _rank(row: Any) -> tuple[float, float]:

@@ -23,7 +23,7 @@ from mtplab.errors import ConfigError, printable
 from mtplab.study.point import PointConfig, canonical_json
 from mtplab.study.row import ResultRow
 
-__all__ = ["FILE_SCHEMA", "PointStore", "read_rows", "write_atomically"]
+__all__ = ["FILE_SCHEMA", "PointStore", "is_point_file", "read_rows", "write_atomically"]
 
 # 2 holds rows of schema 2; an older mtplab must say that it is too old, and not set the file aside
 FILE_SCHEMA = 2
@@ -33,11 +33,13 @@ _POINT_NAME = re.compile(r"[0-9a-f]{64}\.json")
 class PointStore:
     """A results folder. Made on first use; raises `ConfigError` when it cannot be.
 
-    Any number of processes may use one folder at once.
+    Any number of processes may use one folder at once. Whoever only reads leaves `make` off: nothing is written then.
     """
 
-    def __init__(self, folder: str | Path):
+    def __init__(self, folder: str | Path, make: bool = True):
         self.folder = results_folder(folder)
+        if not make:
+            return
         try:
             (self.folder / ".locks").mkdir(parents=True, exist_ok=True)
         except OSError as problem:
@@ -113,7 +115,7 @@ class PointStore:
 
     def points(self) -> list[str]:
         """Hashes of every point file, sorted."""
-        return sorted(path.stem for path in self.folder.iterdir() if _POINT_NAME.fullmatch(path.name))
+        return sorted(path.stem for path in self.folder.iterdir() if is_point_file(path.name))
 
     def export(self) -> Path:
         """Writes `rows.jsonl` anew from the point files and returns its path."""
@@ -134,6 +136,11 @@ class PointStore:
         )
 
 
+def is_point_file(name: str) -> bool:
+    """Whether a file of this name in a results folder holds a point's rows."""
+    return _POINT_NAME.fullmatch(name) is not None
+
+
 def results_folder(folder: Any) -> Path:
     """The folder meant. Raises `ConfigError` for what names none."""
     if not isinstance(folder, str | os.PathLike) or not isinstance(os.fspath(folder), str):
@@ -150,13 +157,13 @@ def results_folder(folder: Any) -> Path:
 
 
 def read_rows(folder: str | Path) -> list[ResultRow]:
-    """Every row of a results folder, by point and depth; computes nothing.
+    """Every row of a results folder, by point and depth; computes and writes nothing.
 
     Raises `ConfigError` when there is no such folder.
     """
     if not results_folder(folder).is_dir():
         raise ConfigError(f"{folder}: no such results folder; run a sweep first, or give its folder")
-    store = PointStore(folder)
+    store = PointStore(folder, make=False)
     return [row for point in store.points() for _, row in sorted(store.rows(point, "warn").items())]
 
 

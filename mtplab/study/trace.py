@@ -11,7 +11,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -109,6 +109,22 @@ class Trace:
             start += count
         return found
 
+    def narrowed(self, domain: str) -> Trace:
+        """The trace of one domain's prompts alone. Raises ConfigError for a name that no prompt has."""
+        rows = np.array([name == domain for name in self.domains])
+        if not rows.any():
+            known = ", ".join(map(repr, dict.fromkeys(self.domains)))
+            raise ConfigError(f"domain is {domain!r}; expected one of {known}")
+        slots = np.repeat(rows, self.output_lengths - 1)
+        return replace(
+            self,
+            tokens=self.tokens[np.repeat(rows, self.output_lengths)],
+            output_lengths=self.output_lengths[rows],
+            prompt_lengths=self.prompt_lengths[rows],
+            domains=tuple(name for name in self.domains if name == domain),
+            **{name: getattr(self, name)[slots] for name in ("hits", "log_q", "top", "log_p")},
+        )
+
     def acceptance(self) -> Acceptance:
         """Acceptance by depth, position, context and domain."""
         from mtplab.study.acceptance import Acceptance
@@ -171,9 +187,17 @@ class Trace:
             raise ConfigError(f"{path}: the trace's arrays do not belong together; trace again.")
         return found
 
+    @property
+    def approximate(self) -> bool:
+        """Whether the output was given and is not what this target itself emits: acceptance is then that of the draft
+        on another model's text."""
+        given = self.settings.get("given")
+        return given is not None and not given["own"]
+
     def __repr__(self) -> str:
         prompts, slots = len(self.output_lengths), len(self.log_p)
-        return f"<Trace: {prompts} prompts, {slots} slots, depths 0 to {self.max_depth}>"
+        said = ", approximate: the output was given" if self.approximate else ""
+        return f"<Trace: {prompts} prompts, {slots} slots, depths 0 to {self.max_depth}{said}>"
 
 
 def _sound(found: Trace, drawn: tuple[Any, Any]) -> bool:
@@ -217,6 +241,7 @@ def trace(
     on_round: Callable[[Any], None] | None = None,
     cancel: threading.Event | None = None,
     calibration: Any = None,
+    output: Trace | Sequence[Sequence[int]] | None = None,
 ) -> Trace:
     """Decode the prompts once, plainly, and find what the draft would propose at every slot, for every depth at once.
 
@@ -225,21 +250,29 @@ def trace(
     temperature 0, with exact arithmetic, every depth's counts are those of `generate` at that depth; above it they
     are the expectation over the runner's draws, given this output, of the same seed.
 
-    Raises ConfigError as `generate` does, Cancelled where `cancel` was set.
+    `output`: the prompts' outputs, as another trace of them or lists of ids, in place of decoding; the target reads
+    them in a few passes. Where they are what it would have emitted, the trace is that of decoding, to the last bit with
+    exact arithmetic. Where they are another model's (the unquantised target's, say, for one of its variants),
+    acceptance is that of this draft on that text: an approximation, which `Trace.approximate` and all that is shown of
+    it says; `reference.against` shows it beside an exact trace. `max_new_tokens` is then the longest output's.
+
+    Raises ConfigError as `generate` does, also for outputs that are none, Cancelled where `cancel` was set.
     """
     from mtplab.decode.settings import resolve_run
     from mtplab.study.prompts import calibration_ids
+    from mtplab.study.reference import given_outputs
 
     if calibration is None:
         policies = (quant_policy, draft_quant_policy, model.engine.quant_policy, model.spec.quant_policy)
         calibration = calibration_ids(policies, model.encode)
+    given = None if output is None else given_outputs(model, prompts, output)
     asked = resolve_run(
         model,
         prompts,
         max_depth,
         temperature=temperature,
         seed=seed,
-        max_new_tokens=max_new_tokens,
+        max_new_tokens=max_new_tokens if given is None else max(map(len, given)),
         top_k=top_k,
         top_p=top_p,
         quant_policy=quant_policy,
@@ -261,8 +294,14 @@ def trace(
     names = tuple(domains) if domains is not None else ("",) * len(asked.ids)
     if len(names) != len(asked.ids):
         raise ConfigError(f"domains has {len(names)} names for {len(asked.ids)} prompts; expected one for each")
-    output, seconds = decoded(model, asked, on_round, cancel)
-    return traced(model, asked, names, output, seconds, cancel)
+    made, seconds = decoded(model, asked, on_round, cancel, given)
+    found = traced(model, asked, names, made, seconds, cancel)
+    if given is not None:
+        ends = () if asked.sampling.ignore_eos else model.config.eos_token_ids
+        past = any(token in ends for tokens in given for token in tokens[:-1])
+        count = sum(map(len, given))
+        found.settings["given"] = {"own": made.chosen == count and not past, "agreement": made.chosen / count}
+    return found
 
 
 def decoded(
@@ -270,15 +309,17 @@ def decoded(
     asked: RunSettings,
     on_round: Callable[[Any], None] | None = None,
     cancel: threading.Event | None = None,
+    given: list[list[int]] | None = None,
 ) -> tuple[TargetOutput, dict[str, float]]:
-    """The target's half of a trace, which no draft changes, and the seconds of its parts."""
+    """The target's half of a trace, which no draft changes, and the seconds of its parts; of outputs that are `given`,
+    where they are."""
     import torch
 
     from mtplab.decode.threads import on_device, running_with
     from mtplab.decode.tracing import target_output
 
     with torch.inference_mode(), running_with(asked.threads), on_device(model.device):
-        return target_output(model, asked, on_round, cancel)
+        return target_output(model, asked, on_round, cancel, given)
 
 
 def traced(

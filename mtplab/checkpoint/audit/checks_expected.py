@@ -26,9 +26,9 @@ def _expected(subject: Subject) -> Iterator[Finding]:
     heads = subject.head.layers if subject.head is not None else 0
     asked = expected_modules(subject.text, heads)
     here = {normalised(module.name): module for module in subject.modules}
-    if sum(name in here for name in asked) < len(asked) // 2:  # other names altogether, or a part of a checkpoint
-        return
     missing = [name for name in asked if name not in here and not _fused(name, here)]
+    if 2 * len(missing) > len(asked) + 1:  # other names altogether, or a part of a checkpoint
+        return
     if missing:
         parent = missing[0].rpartition(".")[0]
         alike = [  # of the same shape, in the same place, and not asked for
@@ -64,6 +64,9 @@ def _expected(subject: Subject) -> Iterator[Finding]:
 
 def _fused(name: str, here: dict[str, object]) -> bool:
     parent, _, last = name.rpartition(".")
+    group, _, number = parent.rpartition(".")
+    if group.endswith(".experts") and number.isdigit():  # stacked: gate above up, or one projection of all experts
+        return any(f"{group}.{stack}" in here for stack in (_INSTEAD.get(last), last))
     return last in _INSTEAD and f"{parent}.{_INSTEAD[last]}" in here
 
 

@@ -75,6 +75,15 @@ def _mlp(at: str, hidden: int, inner: int) -> Named:
     yield f"{at}.down_proj", (hidden, inner)
 
 
+def _mixture(c: _Sizes, at: str) -> Named:
+    """Experts one by one, as FP8 releases hold them; a stack in their place is for the reader to see."""
+    yield f"{at}.gate", (c.num_experts, c.hidden_size)
+    yield f"{at}.shared_expert_gate", (1, c.hidden_size)
+    yield from _mlp(f"{at}.shared_expert", c.hidden_size, c.shared_expert_intermediate_size)
+    for expert in range(c.num_experts):
+        yield from _mlp(f"{at}.experts.{expert}", c.hidden_size, c.moe_intermediate_size)
+
+
 def _norms(c: _Sizes, at: str) -> Named:
     for name in ("input_layernorm", "post_attention_layernorm"):
         yield f"{at}.{name}", (c.hidden_size,)
@@ -91,11 +100,15 @@ def _llama(c: _Sizes, heads: int) -> Named:
 
 def _qwen3_5(c: _Sizes, heads: int) -> Named:
     gated = c.flag("attn_output_gate") or "attn_output_gate" not in c._text
+
+    def feed(at: str) -> Named:
+        return _mixture(c, at) if "num_experts" in c._text else _mlp(at, c.hidden_size, c.intermediate_size)
+
     yield "model.norm", (c.hidden_size,)
     for i, kind in enumerate(c.kinds(c.num_hidden_layers)):
         at = f"model.layers.{i}"
         yield from _norms(c, at)
-        yield from _mlp(f"{at}.mlp", c.hidden_size, c.intermediate_size)
+        yield from feed(f"{at}.mlp")
         if kind == "full_attention":
             yield from _attention(c, f"{at}.self_attn", gated)
             yield from _head_norms(c, f"{at}.self_attn")
@@ -109,7 +122,7 @@ def _qwen3_5(c: _Sizes, heads: int) -> Named:
         yield from _norms(c, f"mtp.layers.{i}")
         yield from _attention(c, f"mtp.layers.{i}.self_attn", gated)
         yield from _head_norms(c, f"mtp.layers.{i}.self_attn")
-        yield from _mlp(f"mtp.layers.{i}.mlp", c.hidden_size, c.intermediate_size)
+        yield from feed(f"mtp.layers.{i}.mlp")
 
 
 def _head_norms(c: _Sizes, at: str) -> Named:
@@ -155,5 +168,7 @@ _FAMILIES: dict[str, Callable[[_Sizes, int], Named]] = {
     "qwen3": _llama,
     "qwen3_5": _qwen3_5,
     "qwen3_5_text": _qwen3_5,
+    "qwen3_5_moe": _qwen3_5,
+    "qwen3_5_moe_text": _qwen3_5,
     "deepseek_v3": _deepseek,
 }

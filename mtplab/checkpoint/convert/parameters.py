@@ -6,10 +6,10 @@ Knows schemes and shapes, and asks `wish.py` what is wanted of a module. Reads n
 from __future__ import annotations
 
 from mtplab.checkpoint import Checkpoint, TensorInfo
-from mtplab.checkpoint.convert.experts import single_experts
 from mtplab.checkpoint.convert.layouts import Recipe
 from mtplab.checkpoint.convert.pieces import Piece, can_carry, carried, copied, decoded, encoded
 from mtplab.checkpoint.convert.wish import Asked
+from mtplab.checkpoint.experts import single_experts
 from mtplab.checkpoint.header import PLAIN_FLOATS
 from mtplab.checkpoint.names import module_of
 from mtplab.checkpoint.pairing import Pair

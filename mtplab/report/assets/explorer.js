@@ -2,7 +2,7 @@
 // The explorer knows only the rows in #data. Every text goes in through textContent or setAttribute, never as markup.
 (() => {
   const $ = (id) => document.getElementById(id);
-  const { rows, provenance, policies, weights, palette, labels } = JSON.parse($("data").textContent);
+  const { rows, provenance, policies, weights, palette, labels, first } = JSON.parse($("data").textContent);
   const isMap = (value) => value !== null && typeof value === "object" && !Array.isArray(value);
   // what all rows share is written once, nested entries too
   const merged = (shared, own) => {
@@ -13,9 +13,9 @@
   for (const row of rows) row.provenance = merged(provenance, row.provenance);
   const SVG = "http://www.w3.org/2000/svg";
   const ALL = "\u0000all";
-  // more lines than can be told apart: the first exclusion set is ticked, the others wait for the reader
+  // more lines than can be told apart: the first exclusion sets are ticked, the others wait for the reader
   const MANY = 6;
-  const ticked = policies.length * weights.length > MANY ? weights.slice(0, 1) : weights;
+  const ticked = policies.length * weights.length > MANY ? weights.slice(0, first) : weights;
   const shown = { policies: new Set(policies), weights: new Set(ticked) };
   let points = [], current = -1;
 
@@ -105,8 +105,9 @@
   // rounds over which the share of draft j was taken: of the conditional one, those that accepted all before
   const reached = (row, view, j) => view === "conditional" && j > 1 ? Math.round(row.rounds * (row.per_position[j - 2] || 0)) : row.rounds;
   const FEW = 50;
-  const doubtful = (view, point) => view === "speed" ? point.row.odd_timing != null
-    : view === "conditional" && reached(point.row, view, point.x) < FEW;
+  const few = (view, point) => view === "conditional" && reached(point.row, view, point.x) < FEW;
+  // hollow: not to be believed, for want of rounds, for a busy machine, or because the target is broken
+  const doubtful = (view, point) => point.row.target_fault != null || (view === "speed" ? point.row.odd_timing != null : few(view, point));
 
   function seriesOf(list, view, depth) {
     const groups = new Map();
@@ -134,6 +135,8 @@
     const view = $("view").value, depth = chosenDepth(), list = visible(), series = seriesOf(list, view, depth);
     $("depth-value").textContent = depth ?? "";
     $("depth").setAttribute("aria-valuetext", `depth ${depth}`);
+    // only what is seen is made: a table of hundreds of rows takes longer than a chart
+    if (!$("table").hidden) { summary(list, depth); fillTable(list); return; }
     const chart = $("chart"), box = $("stage").getBoundingClientRect();
     const width = Math.max(260, box.width), height = Math.max(160, box.height);
     chart.setAttribute("viewBox", `0 0 ${width} ${height}`);
@@ -181,14 +184,13 @@
     chart.append(dots);
     if (!series.length) chart.append(element("text", { x: width / 2, y: height / 2, "text-anchor": "middle" }, "No rows for this choice."));
     summary(list, depth);
-    fillTable(list, depth);
   }
 
   function summary(list, depth) {
     const view = $("view").value, shares = { value: (row) => (row.per_position || [])[0], unit: "of rounds with draft 1 accepted", best: "most" };
     const { value, unit, digits, best } = BY_DEPTH[view] || shares;
     const told = (row) => BY_DEPTH[view] ? number(value(row), digits) : percent(value(row));
-    const here = list.filter((row) => row.depth === depth && value(row) != null && !(view === "speed" && row.odd_timing != null))
+    const here = list.filter((row) => row.depth === depth && value(row) != null && row.target_fault == null && !(view === "speed" && row.odd_timing != null))
       .sort((a, b) => value(b) - value(a));
     const failed = rows.filter((row) => row.error != null).length;
     const odd = view === "speed" ? list.filter((row) => row.odd_timing != null).length : 0;
@@ -206,7 +208,7 @@
     const broken = unique(list.filter((row) => row.target_fault != null).map((row) => row.series));
     if (!broken.length) return "";
     const fault = list.find((row) => row.series === broken[0] && row.target_fault != null).target_fault;
-    return ` ⚠ Broken target: ${clean(broken[0])} (${clean(fault)}); its acceptance says nothing of whether it is right.`
+    return ` ⚠ Broken target, hollow points: ${clean(broken[0])} (${clean(fault)}); its acceptance says nothing of whether it is right.`
       + (broken.length > 1 ? ` And ${broken.length - 1} more.` : "");
   }
 
@@ -220,15 +222,27 @@
     ["Tokens / s", (row) => number(row.tokens_per_second, 0) + (row.odd_timing == null ? "" : " (busy)")], ["Rounds", (row) => number(row.rounds, 0)], ["Tokens", (row) => number(row.tokens, 0)],
     ["KV B/token as deployed", (row) => number(row.kv_bytes_per_token, 0)], ["Weights, MB", (row) => number((row.target_weight_bytes + row.draft_weight_bytes) / 1e6)],
   ];
-  function fillTable(list, depth) {
+  const AT_ONCE = 100; // rows of the table that are made before the next frame, a screenful and more
+  let filled = "", coming = 0;
+  function fillTable(list) {
+    const choice = JSON.stringify([$("temperature").value, $("domain").value, [...shown.policies], [...shown.weights]]);
+    const mark = (line, row) => { line.className = row.depth === chosenDepth() ? "chosen" : ""; };
+    // same rows, another depth: only the mark moves
+    if (choice === filled) return $("table").querySelectorAll("tbody tr").forEach((line, at) => mark(line, list[at]));
+    filled = choice;
+    cancelAnimationFrame(coming);
     const columns = COLUMNS.filter(([, read]) => list.some((row) => !["–", "NaN"].includes(read(row))));
     const table = document.createElement("table"), head = table.createTHead().insertRow(), body = table.createTBody();
     for (const [title] of columns) { const cell = document.createElement("th"); cell.scope = "col"; cell.textContent = title; head.append(cell); }
-    for (const row of list) {
-      const line = body.insertRow();
-      if (row.depth === depth) line.className = "chosen";
-      for (const [, read] of columns) line.insertCell().textContent = read(row);
-    }
+    const more = (from) => {
+      for (const row of list.slice(from, from + AT_ONCE)) {
+        const line = body.insertRow();
+        mark(line, row);
+        for (const [, read] of columns) line.insertCell().textContent = read(row);
+      }
+      if (from + AT_ONCE < list.length) coming = requestAnimationFrame(() => more(from + AT_ONCE));
+    };
+    more(0);
     $("table").replaceChildren(table);
   }
 
@@ -249,7 +263,7 @@
         + (row.tokens_per_second == null ? "" : `; ${number(row.tokens_per_second, 0)} tokens per second`)
         + (row.odd_timing == null ? "" : ` (not to be believed: its rounds took ${row.odd_timing.toPrecision(2)} times what the other rows' trend says)`)
       : `depth ${row.depth}, position ${point.x}: ${number(point.y, 1)} % of ${reached(row, view, point.x)} rounds`
-        + (doubtful(view, point) ? ", too few to say more" : "");
+        + (few(view, point) ? ", too few to say more" : "");
     tip.replaceChildren(title, text);
     const box = $("stage").getBoundingClientRect(), size = tip.getBoundingClientRect();
     tip.style.left = Math.max(0, Math.min(point.px + 14, box.width - size.width - 4)) + "px";
@@ -284,7 +298,7 @@
     $("toggle").setAttribute("aria-pressed", String(table));
     $("table").hidden = !table; $("chart").toggleAttribute("hidden", table); $("hint").hidden = table;
     select(-1);
-    if (!table) draw();
+    draw();
   });
   $("download").addEventListener("click", () => {
     const own = new Set(labels);

@@ -9,27 +9,35 @@ from __future__ import annotations
 
 from typing import Any
 
-from mtplab.checkpoint import TensorInfo
 from mtplab.checkpoint.config_json import text_config
+from mtplab.checkpoint.header import TensorInfo
 
-__all__ = ["single_experts"]
+__all__ = ["single_experts", "stacked_parts"]
 
 _FAMILIES = ("qwen3_5_moe", "qwen3_5_moe_text", "qwen3_next")
 _PARTS = {".experts.gate_up_proj": ("gate_proj", "up_proj"), ".experts.down_proj": ("down_proj",)}
 
 
-def single_experts(info: TensorInfo, config: dict[str, Any]) -> list[tuple[str, TensorInfo]]:
-    """(module, its weight [n, k] as a part of the stack) for each expert, or nothing where the stack is not known."""
-    parts = next((names for suffix, names in _PARTS.items() if info.name.endswith(suffix)), None)
-    if parts is None or len(info.shape) != 3:
-        return []
+def stacked_parts(info: TensorInfo, config: dict[str, Any]) -> tuple[str, ...]:
+    """The projections that a tensor stacks for all experts, or none where it is no stack that is known."""
+    parts = next((names for suffix, names in _PARTS.items() if info.name.endswith(suffix)), ())
+    if not parts or len(info.shape) != 3:
+        return ()
     text = text_config(config)
     experts, n, k = info.shape
     hidden, inner = text.get("hidden_size"), text.get("moe_intermediate_size")
     expected = (2 * inner, hidden) if isinstance(inner, int) and len(parts) == 2 else (hidden, inner)
     family = text.get("model_type", config.get("model_type"))
-    if family not in _FAMILIES or text.get("num_experts") != experts or expected != (n, k):
+    known = family in _FAMILIES and text.get("num_experts") == experts and expected == (n, k)
+    return parts if known else ()
+
+
+def single_experts(info: TensorInfo, config: dict[str, Any]) -> list[tuple[str, TensorInfo]]:
+    """(module, its weight [n, k] as a part of the stack) for each expert, or nothing where the stack is not known."""
+    parts = stacked_parts(info, config)
+    if not parts:
         return []
+    experts, n, k = info.shape
     group = info.name.rpartition(".")[0]
     size, rows = info.nbytes // (experts * len(parts)), n // len(parts)
     found = []

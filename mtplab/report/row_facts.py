@@ -1,0 +1,74 @@
+"""Where rows come from, in a few lines: what their provenance says, values that differ among them side by side.
+
+Reads rows; knows no page and no file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from mtplab.report.text import plain
+from mtplab.study.row import ResultRow
+
+__all__ = ["row_facts"]
+
+MOST = 4  # values of one fact that are written out
+
+
+def row_facts(rows: Sequence[ResultRow]) -> dict[str, str]:
+    """Name -> value, in the order of a provenance table; a fact that no row has is left out."""
+    dates = sorted(filter(None, (_of(row, "date") for row in rows)))
+    found = {
+        "Rows": f"{len(rows)}, of {len({row.point for row in rows})} points",
+        "Checkpoint": _each(rows, lambda row: _with(row.checkpoint, _of(row, "config", "checkpoint"))),
+        "Prompts": _each(rows, lambda row: f"{row.prompt_set}: {row.n_prompts} × {row.max_new_tokens} tokens"),
+        "Sampling": _each(rows, _sampling),
+        "Measured by": _each(rows, _method),
+        "Measured": " to ".join(dict.fromkeys((dates[0], dates[-1]))) if dates else "",
+        "Commit": _each(rows, lambda row: _of(row, "commit")),
+        "Versions": _each(rows, _versions),
+        "Machine": _each(rows, _machine),
+    }
+    return {name: value for name, value in found.items() if value}
+
+
+def _of(row: ResultRow, *path: str) -> str:
+    value: Any = row.provenance
+    for name in path:
+        value = value.get(name) if isinstance(value, Mapping) else None
+    return "" if value is None else plain(value)[:120]
+
+
+def _each(rows: Iterable[ResultRow], read: Callable[[ResultRow], str]) -> str:
+    values = [value for value in dict.fromkeys(map(read, rows)) if value]
+    more = f"; and {len(values) - MOST} more" if len(values) > MOST else ""
+    return "; ".join(values[:MOST]) + more
+
+
+def _with(name: str, content: str) -> str:
+    return f"{name} ({content[:21]}…)" if len(content) > 21 else name
+
+
+def _sampling(row: ResultRow) -> str:
+    if row.temperature == 0:
+        return "greedy"
+    limits = [f"top-k {row.top_k}"] * bool(row.top_k) + [f"top-p {row.top_p:g}"] * (row.top_p < 1)
+    return ", ".join([f"temperature {row.temperature:g}", *limits, f"seed {row.seed}"])
+
+
+def _method(row: ResultRow) -> str:
+    return "a trace: one decoding for all depths" if row.method == "trace" else "a run at every depth"
+
+
+def _versions(row: ResultRow) -> str:
+    versions = row.provenance.get("versions") or {}
+    python = _of(row, "python")
+    named = [f"{plain(name)[:40]} {plain(version)[:40]}" for name, version in versions.items() if version]
+    return ", ".join([f"python {python}"] * bool(python) + named)
+
+
+def _machine(row: ResultRow) -> str:
+    threads = row.provenance.get("threads")
+    parts = [_of(row, "platform"), _of(row, "cpu"), f"device {_of(row, 'device')}" if _of(row, "device") else ""]
+    return ", ".join(filter(None, [*parts, f"{threads} thread{'s' * (threads != 1)}" if threads else ""]))

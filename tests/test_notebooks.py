@@ -7,6 +7,7 @@ Found by glob, never listed. Parameters that set how much work is done are turne
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -47,6 +48,22 @@ def test_notebook_runs(path, tmp_path):
     # a warning on stderr would stand in the reader's report
     noise = [output.text for cell in code for output in cell.outputs if output.get("name") == "stderr"]
     assert noise == []
+    said = [output.text for cell in code for output in cell.outputs if output.get("name") == "stdout"]
+    # what loading takes, before anything else is said
+    assert re.search(r": (weights .* in the files\)|no model is loaded; )", said[0])
+
+
+#: What brings weights into memory.
+LOADS = re.compile(r"load_model\(|sweep\(|ExclusionMeter\(|dequantize\(|\.audit\(")
+SAID = re.compile(r"print\(f.*(mtplab\.memory\(|no model is loaded)")
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_memory_is_said_before_anything_is_loaded(path):
+    book = nbformat.read(path, as_version=4)
+    code = "\n".join(cell.source for cell in book.cells if cell.cell_type == "code")
+    said, loaded = SAID.search(code), LOADS.search(code)
+    assert said and (loaded is None or said.start() < loaded.start())
 
 
 def test_every_notebook_is_in_the_readme():

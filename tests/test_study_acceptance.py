@@ -1,5 +1,8 @@
 """What a trace says: every answer against a walk over the same hits, round by round, and the runner's own records."""
 
+import re
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -152,3 +155,22 @@ def test_the_runners_records_by_context(bundled):
     for low, high, length in acceptance.by_context(3, [0, 8, 16, 24, 60]):
         emitted = [record.emitted for record in records if low <= record.position < high]
         assert length == (pytest.approx(np.mean(emitted)) if emitted else None)
+
+
+def test_a_trace_shows_itself(found):
+    assert repr(found) == f"<Trace: 5 prompts, {sum(LENGTHS) - len(LENGTHS)} slots, depths 0 to 6>"
+    text, page = str(found), found._repr_html_()
+    assert f"trace of 5 prompts ({sum(PROMPTS)} tokens) and {sum(LENGTHS)} tokens of output, greedy" in text
+    for depth in range(DEPTH + 1):
+        length = f"{found.acceptance().stats(depth).acceptance_length:.3f}"
+        assert re.search(rf"^ *{depth} +{re.escape(length)}$", text, re.MULTILINE) and f">{length}</td>" in page
+    evil = "<script>alert(1)</script>\x1b[31m\u202e"
+    hostile = replace(found, domains=(evil,) * 5)
+    text, page = str(hostile), hostile._repr_html_()
+    assert "<script" not in page and "&lt;script&gt;" in page
+    assert not set("\x1b\u202e") & set(text + page)
+    given = replace(found, settings={**found.settings, "given": {"own": False, "agreement": 0.943}})
+    for shown in (str(given), given._repr_html_()):
+        assert "approximate: the output was given, 94.3 % of its tokens are the target" in shown
+    one = replace(found, settings={**found.settings, "sampling": {"temperature": 0.7}})
+    assert "temperature 0.7, drafts greedy" in str(one)

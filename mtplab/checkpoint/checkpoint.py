@@ -98,6 +98,16 @@ class Checkpoint:
         method = self.quantization.method if self.quantization is not None else "not quantised"
         return f"<Checkpoint {self.path}: {len(self.tensors)} tensors, {len(self.files.shards)} files, {method}>"
 
+    def __str__(self) -> str:
+        from mtplab.checkpoint.checkpoint_table import as_text
+
+        return as_text(self)
+
+    def _repr_html_(self) -> str:
+        from mtplab.checkpoint.checkpoint_table import as_html
+
+        return as_html(self)
+
     @cached_property
     def problems(self) -> tuple[Problem, ...]:
         """What the headers show to be wrong: errors make a tensor unusable, warnings do not."""

@@ -199,6 +199,16 @@ class Trace:
         said = ", approximate: the output was given" if self.approximate else ""
         return f"<Trace: {prompts} prompts, {slots} slots, depths 0 to {self.max_depth}{said}>"
 
+    def __str__(self) -> str:
+        from mtplab.study.trace_table import as_text
+
+        return as_text(self)
+
+    def _repr_html_(self) -> str:
+        from mtplab.study.trace_table import as_html
+
+        return as_html(self)
+
 
 def _sound(found: Trace, drawn: tuple[Any, Any]) -> bool:
     """Whether a file's values can be those of a trace: hits that begin each row, probabilities, settings that exist."""

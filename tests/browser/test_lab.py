@@ -1,4 +1,5 @@
-"""The main notebook in a real JupyterLab: run all cells, move the depth slider, run a sweep, cancel, run again."""
+"""The main notebook in a real JupyterLab: run all cells, move the depth slider, tick a module, choose another cache, run a
+sweep, cancel, run again."""
 
 from __future__ import annotations
 
@@ -95,7 +96,12 @@ def test_run_all_slide_run_cancel_and_run_again(workplace, visit, tmp_path):
         page.mouse.move(track["x"] + track["width"] * 2 / 16, track["y"] + track["height"] / 2, steps=8)
         page.mouse.up()
         expect(depths.locator(".widget-readout")).to_have_text("0 – 2")
-        panel.get_by_label("mtp.*").check()
+        # a module of the tree beside the preset that is ticked, and another cache
+        assert panel.get_by_label("published", exact=True).is_checked()
+        panel.get_by_title("open draft / mtp").click()
+        panel.get_by_label("fc", exact=True).check()
+        panel.get_by_text("1 of 39 linear modules kept out of FP8").wait_for()
+        panel.get_by_label("Target KV cache").select_option("int8")
         screenshot(page, "lab-panel")
 
         assert cancel.is_disabled()
@@ -116,7 +122,8 @@ def test_run_all_slide_run_cancel_and_run_again(workplace, visit, tmp_path):
         assert figure.evaluate("e => e.naturalWidth") > 500
         assert "at depth 2" in figure.get_attribute("alt")
         table = panel.locator(".mtplab-table", has_text="by draft depth").first
-        assert table.locator("tbody tr").count() == 2 and "mtp.*" in table.inner_text()
+        assert table.locator("tbody tr").count() == 2
+        assert all(word in table.inner_text() for word in ("published", "mtp.fc", "int8"))
         screenshot(page, "lab-done")
         assert run.is_enabled()
     assert watched.errors == [] and watched.dialogs == [] and watched.outside == []

@@ -38,7 +38,7 @@ def test_tensors_and_bytes_by_dtype_are_those_of_the_headers(bundled_fp8: Path) 
         [dtype, f"{count[dtype]:,}", f"{nbytes:,}"] for dtype, nbytes in size.most_common()
     ]
     page = ckpt._repr_html_()
-    for text in (f"{size['F8_E4M3']:,}", quantised, f"<caption>{bundled_fp8}</caption>"):
+    for text in (f"{size['F8_E4M3']:,}", quantised, f"<strong>{bundled_fp8}</strong>"):
         assert text in page
 
 

@@ -67,5 +67,7 @@ def as_html(ckpt: Checkpoint) -> str:
     """The same as HTML, every cell escaped: names come from a file nobody vouches for."""
     first, second, *problems = _sentences(ckpt)
     words = [f"{first}; {second}.", *problems]
-    table = html_table(_COLUMNS, _rows(ckpt), _RIGHT, printable(ckpt.path))
-    return f'<div class="mtplab-checkpoint">{table}' + "".join(f"<p>{escape(text)}</p>" for text in words) + "</div>"
+    # a caption would be broken to the table's width
+    path, table = escape(printable(ckpt.path)), html_table(_COLUMNS, _rows(ckpt), _RIGHT)
+    said = "".join(f"<p>{escape(text)}</p>" for text in words)
+    return f'<div class="mtplab-checkpoint"><p><strong>{path}</strong></p>{table}{said}</div>'

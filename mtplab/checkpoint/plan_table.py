@@ -5,7 +5,7 @@ from __future__ import annotations
 from html import escape
 from typing import TYPE_CHECKING
 
-from mtplab.checkpoint.text_table import aligned, html_table, printable
+from mtplab.checkpoint.text_table import aligned, html_table, printable, scrolling
 
 if TYPE_CHECKING:
     from mtplab.checkpoint.plan import ModulePlan, Plan
@@ -52,6 +52,4 @@ def as_html(plan: Plan) -> str:
     more = len(plan.modules) - MAX_ROWS
     notes = [_summary(plan), *([f"{more} modules more are not shown"] if more > 0 else [])]
     notes += [f"warning: {printable(text, 600)}" for text in plan.warnings]
-    return f'<div class="mtplab-plan" style="max-height:32em;overflow:auto">{table}</div>' + "".join(
-        f"<p>{escape(note)}</p>" for note in notes
-    )
+    return scrolling(table, "Modules", "32em", "mtplab-plan") + "".join(f"<p>{escape(note)}</p>" for note in notes)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from html import escape
 
-__all__ = ["aligned", "as_bytes", "html_table", "printable"]
+__all__ = ["aligned", "as_bytes", "html_table", "printable", "scrolling"]
 
 
 def printable(text: object, limit: int = 200) -> str:
@@ -51,3 +51,9 @@ def html_table(
     )
     title = f"<caption>{escape(caption)}</caption>" if caption else ""
     return f"<table>{title}<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+
+
+def scrolling(content: str, name: str, height: str = "none", kind: str = "mtplab-scrolling") -> str:
+    """HTML in a box that scrolls where it is too wide, or higher than `height`: also from the keyboard, with a name."""
+    style = f"overflow:auto;max-width:100%;max-height:{height}"
+    return f'<div class="{kind}" style="{style}" tabindex="0" role="region" aria-label="{escape(name)}">{content}</div>'

@@ -36,5 +36,5 @@ def published_table(compared: Sequence[Compared]) -> str:
         )
         numbers = (f"{point.value:.{digits}f}{unit}", f"{one.modelled:.{digits}f}{unit}", f"{one.deviation:+.0%}")
         rows.append([where, point.depth, *numbers, "explained" if point.why else ""])
-    head = ["Where", "Depth", "Published", "Model", "Off by", ""]
+    head = ["Where", "Depth", "Published", "Model", "Off by", "Why"]
     return html_table(head, rows, "The model against published measurements", height="28em")

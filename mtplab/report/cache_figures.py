@@ -171,7 +171,12 @@ def cache_table(study: CacheStudy, depth: int) -> str:
         style = "text-align:right;white-space:nowrap"
         rest = "".join(f'<td style="{style}">{_minus(cell)}</td>' for cell in cells[1:])
         rows.append(f"<tr><td>{cells[0]}</td>{rest}</tr>")
-    head = "".join(f"<th>{name}</th>" for name in names)
+    # titles may take two lines, so that the table fits a page
+    sides = ["left", *["right"] * (len(names) - 1)]
+    head = "".join(
+        f'<th scope="col" style="text-align:{side};white-space:normal">{name}</th>'
+        for side, name in zip(sides, names, strict=True)
+    )
     return (
         '<div style="overflow-x:auto;max-width:100%" tabindex="0" role="region" aria-label="Cache policies">'
         f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table></div>"
@@ -179,8 +184,11 @@ def cache_table(study: CacheStudy, depth: int) -> str:
 
 
 def _minus(cell: str) -> str:
-    """A leading hyphen as a minus sign."""
-    return f"−{cell[1:]}" if cell.startswith("-") else cell
+    """A leading hyphen as a minus sign, and none before what is rounded to nothing."""
+    if not cell.startswith("-"):
+        return cell
+    nothing = not any(digit in cell.split(" ")[0] for digit in "123456789")
+    return cell[1:] if nothing else f"−{cell[1:]}"
 
 
 def _contexts(
@@ -252,7 +260,7 @@ def _last(study: CacheStudy, what: str) -> int:
 def _depths(axes: Axes, study: CacheStudy, lines: Sequence[CacheLine]) -> str:
     """Acceptance by depth, all contexts together; returns what it says."""
     signs = _Signs(study)
-    style_axes(axes, "By depth", "Draft depth k", "Tokens a round")
+    style_axes(axes, "By depth", "Draft depth k (draft tokens per round)", "Tokens a round")
     said = []
     for line in lines:
         depths = [depth for depth in range(study.max_depth + 1) if line.acceptance.length(depth) is not None]

@@ -60,7 +60,7 @@ def _panel(axes: Axes, line: list[Record], study: list[Record], cost: Any) -> st
     where = f"batch {min(BATCH, study[0]['n_prompts'])}"
     device = (study[0].get("provenance") or {}).get("device")
     where = f"{device}, {where}" if device else where
-    style_axes(axes, plot_label(where), "Draft depth k", "")
+    style_axes(axes, plot_label(where), "Draft depth k (draft tokens per round)", "")
     depths = [record["depth"] for record in line]
     gives = [record["acceptance_length"] for record in line]
     takes = [cost[depth].ratio for depth in depths]

@@ -71,9 +71,10 @@ def granularity_errors(matrices: Mapping[str, Sequence[MatrixError]], measure: s
         "flushed": "Share of values that became zero",
         "product": "Error of the product, ‖x(w − ŵ)ᵀ‖ / ‖xwᵀ‖",
     }
+    shares = {"damaged_columns": "Share of the columns", "flushed": "Share of the values"}
     figure = new_figure(3.8)
     axes = figure.add_subplot()
-    style_axes(axes, f"{words[measure]}, E4M3", "Values that share a scale", "Share")
+    style_axes(axes, f"{words[measure]}, E4M3", "Values that share a scale", shares.get(measure, "Share of the norm"))
     names, said = list(GRANULARITIES), []
     for index, (name, errors) in enumerate(matrices.items()):
         values = [getattr(error, measure) or 0.0 for error in errors]

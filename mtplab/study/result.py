@@ -121,9 +121,11 @@ class SweepResult:
 
         def row(cells: list[str], tag: str) -> str:
             sides = ["left" if i < len(names) else "right" for i in range(len(cells))]
+            # the interval below its number: nine depths side by side fit a page
+            texts = [html.escape(cell).replace(" ±", "<br>±") for cell in cells]
             return "".join(
-                f'<{tag} style="text-align:{side};white-space:nowrap">{html.escape(cell)}</{tag}>'
-                for cell, side in zip(cells, sides, strict=True)
+                f'<{tag} style="text-align:{side};white-space:nowrap">{text}</{tag}>'
+                for text, side in zip(texts, sides, strict=True)
             )
 
         body = "".join(f"<tr>{row(line, 'td')}</tr>" for line in lines)

@@ -1,5 +1,5 @@
-"""The main notebook in a real JupyterLab: run all cells, move the depth slider, tick a module, choose another cache, run a
-sweep, cancel, run again."""
+"""The main notebook in a real JupyterLab: run all cells, drag the depth slider, tick a module, choose another cache,
+run, cancel, run again."""
 
 from __future__ import annotations
 

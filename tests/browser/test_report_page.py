@@ -8,9 +8,12 @@ from pathlib import Path
 import nbformat
 import pytest
 
+import mtplab
 from mtplab.report import Conclusion, RoundsView, SweepExplorer, acceptance_by_depth, checkpoint_map
 from mtplab.report.html import to_html
+from mtplab.report.tables import html_table
 from mtplab.study.interval import length_error
+from tests.browser.axe import findings
 from tests.browser.conftest import screenshot
 from tests.report_fakes import module, plan, row, rows
 
@@ -277,6 +280,7 @@ def test_the_page_fits_and_follows_the_scheme(visit, report, width, scheme):
     explorer("path.dot").first.wait_for()
     page.wait_for_function("() => true", polling="raf")
     screenshot(page, f"report-{width}-{scheme}")
+    assert findings(page) == []
     assert watched.complaints() == []
 
 
@@ -288,6 +292,40 @@ def test_the_chart_has_its_size_on_paper_too(visit, report):
     frame.locator("path.dot").first.wait_for(state="attached")
     assert watched.page.pdf().startswith(b"%PDF")
     assert frame.locator("#chart").evaluate("e => e.viewBox.baseVal.width") > 500
+    assert watched.complaints() == []
+
+
+def test_axe_finds_what_is_planted_in_the_page_and_in_its_frame(visit, report):
+    watched = visit()
+    page = watched.page
+    page.goto(report.as_uri())
+    page.evaluate("document.querySelector('main').insertAdjacentHTML('beforeend', '<button></button>')")
+    page.frames[1].evaluate("document.querySelector('#toggle').textContent = ''")
+    page.frames[1].evaluate("document.querySelector('#hint').style.color = '#999'")
+    rules = [line.split(": ")[1] for line in findings(page)]
+    assert rules == ["button-name", "button-name", "color-contrast"]
+
+
+class Long:
+    """A table that scrolls on a screen."""
+
+    def _repr_html_(self):
+        return html_table(["Row", "What"], [[number, "a cell"] for number in range(60)], "A long table", height="8em")
+
+
+def test_on_paper_nothing_is_left_to_scroll(visit, study, bundled, tmp_path):
+    path = tmp_path / "long.html"
+    path.write_text(shown(Long(), mtplab.open_checkpoint(bundled).plan(), SweepExplorer(study)), encoding="utf-8")
+    watched = visit(width=900)
+    page = watched.page
+    page.goto(path.as_uri())
+    boxes = page.locator("main .html [role=region]")
+    scrolls = "e => e.scrollHeight > e.clientHeight + 1"
+    assert boxes.count() == 2 and all(box.evaluate(scrolls) for box in boxes.all())
+    page.emulate_media(media="print")
+    assert not any(box.evaluate(scrolls) for box in boxes.all())
+    assert not page.get_by_role("navigation", name="Contents").is_visible()
+    screenshot(page, "report-print")
     assert watched.complaints() == []
 
 

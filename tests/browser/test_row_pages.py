@@ -9,6 +9,7 @@ import pytest
 import mtplab
 from mtplab.report.comparison_page import comparison_page
 from mtplab.report.results_page import results_page
+from tests.browser.axe import findings
 from tests.browser.conftest import screenshot
 from tests.browser.test_report_page import Explorer
 from tests.report_fakes import row, rows
@@ -62,6 +63,7 @@ def test_the_page_fits_asks_for_nothing_and_obeys_nothing(visit, pages, name, wi
     page.set_viewport_size({"width": width, "height": page.evaluate("document.documentElement.scrollHeight")})
     screenshot(page, f"{name}-{width}-{scheme}")
     assert page.pdf().startswith(b"%PDF")
+    assert findings(page) == []
     assert watched.complaints() == []
 
 

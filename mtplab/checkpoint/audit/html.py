@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from mtplab.checkpoint.audit.text import MODULE_COLUMNS, module_rows, size_rows, title, verdict
 from mtplab.checkpoint.lenses.looks import COLUMNS
-from mtplab.checkpoint.text_table import html_table, printable
+from mtplab.checkpoint.text_table import html_table, printable, scrolling
 
 if TYPE_CHECKING:
     from mtplab.checkpoint.audit.audit import Audit
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 __all__ = ["as_html", "engines_html", "findings_html"]
 
 MAX_ROWS = 400
-# the word is there as well as the colour, and both colours are readable on white and on black
-_COLOURS = {"error": "#C2410C", "warning": "#A16207", "note": "#4B6A88"}
+# of the bar before the word, which is there as well: no colour of a text is readable both on white and on a dark page
+_COLOURS = {"error": "#D55E00", "warning": "#E69F00", "note": "#56B4E9"}
 
 
 def as_html(audit: Audit) -> str:
@@ -32,7 +32,7 @@ def as_html(audit: Audit) -> str:
         f'<div class="mtplab-audit"><p><strong>{escape(title(audit))}</strong><br>{escape(verdict(audit))}</p>'
         f"{findings_html(audit.findings)}{engines_html(audit)}{sizes}{head}"
         f"<details><summary>{len(modules)} modules</summary>"
-        f'<div style="max-height:32em;overflow:auto">{table}{more}</div></details></div>'
+        f"{scrolling(table + more, 'Modules', '32em')}</details></div>"
     )
 
 
@@ -41,10 +41,11 @@ def engines_html(audit: Audit) -> str:
     looks = audit.looks
     if looks is None:
         return ""
+    title = "How engines read its list"
     caveats = "<br>".join(escape(printable(text, 1500)) for text in looks.caveats())
     told = "".join(f"<li>{escape(printable(item.summary, 1500))}</li>" for item in looks.looks)
     return (
-        f'<div style="overflow:auto">{html_table(COLUMNS, looks.rows(), caption="How engines read its list")}</div>'
+        f"{scrolling(html_table(COLUMNS, looks.rows(), caption=title), title)}"
         f"<p>{escape(printable(audit.reading, 3000))}</p><p>{caveats}</p>"
         f"<details><summary>engine by engine</summary><ul>{told}</ul></details>"
     )
@@ -55,7 +56,8 @@ def findings_html(findings: tuple[Finding, ...]) -> str:
     items = []
     for finding in findings:
         tag = (
-            f'<strong style="color:{_COLOURS[finding.severity]}">{finding.severity}</strong> '
+            f'<strong style="border-left:4px solid {_COLOURS[finding.severity]};padding-left:6px">'
+            f"{finding.severity}</strong> "
             f"<code>{escape(finding.kind)}</code>"
         )
         told = [f"{tag} {escape(printable(finding.message, 1500))}"]

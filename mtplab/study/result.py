@@ -16,7 +16,7 @@ from mtplab.errors import ConfigError, MtplabError
 from mtplab.study.interval import length_error
 from mtplab.study.row import ResultRow
 from mtplab.study.soundness import COLUMNS, quality_cells, quality_notes
-from mtplab.study.words import cache_words, weights_words
+from mtplab.study.words import cache_words, follows, weights_words
 
 if TYPE_CHECKING:
     from mtplab.study.trace import Trace
@@ -171,7 +171,7 @@ class SweepResult:
         for name, show in _COLUMNS.items():
             values = dict.fromkeys(show(row) for row in self.rows)
             same_as_target = name == "draft's cache" and all(
-                row.draft_quant_policy == row.quant_policy for row in self.rows
+                follows(row.draft_quant_policy, row.quant_policy) for row in self.rows
             )
             if name in _ALWAYS or len(values) > 1:
                 if not same_as_target:

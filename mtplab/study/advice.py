@@ -68,8 +68,8 @@ class Advice:
         s, plain = self.setting, self.lines[0]
         where = f"{s.tp} × {s.gpu.name}" if s.tp > 1 else s.gpu.name
         first = (
-            f"{s.sizes.name} with {s.weights.name} weights on {where}, batch {self.batch}, context {self.context}: "
-            "plain "
+            f"{s.sizes.name} with {s.weights.name} weights and {_cache(s.cache)} on {where}, batch {self.batch}, "
+            f"context {self.context}: plain "
             f"decoding takes {plain.cost.seconds * 1e3:.2f} ms a round, {plain.tokens_per_second:.0f} tokens/s; "
             f"{plain.cost.parts[plain.cost.binds] / plain.cost.seconds:.0%} of it is "
             f"{plain.cost.words(plain.cost.binds)}."
@@ -103,6 +103,8 @@ class Advice:
             said += " That is within what the model can tell from no gain."
         elif others:
             said += f" Depth {_listed(others)} lies within {MARGIN - 1:.0%} of it, closer than the model can tell."
+        if best.depth == drafted[-1].depth:
+            said += " Acceptance is known no deeper: more may pay better."
         return said
 
     @property
@@ -178,7 +180,11 @@ def _growth(plain: RoundCost, other: RoundCost) -> str:
     grown = {key: other.parts[key] - plain.parts[key] for key in BINDS}
     first = sorted(grown, key=lambda key: -grown[key])[:2]
     said = " and ".join(f"{grown[key] * 1e3:.2f} go to {other.words(key)}" for key in first if grown[key] > 0)
-    return f"of the {more * 1e3:.2f} ms more, {said}; the draft steps take {other.draft * 1e3:.2f} in all"
+    return f"of the {more * 1e3:.2f} ms more, {said}; the draft steps take {other.draft * 1e3:.2f} ms in all"
+
+
+def _cache(policy: str) -> str:
+    return "an unquantised KV cache" if policy == "none" else f"KV cache {policy}"
 
 
 def _listed(depths: Sequence[int]) -> str:

@@ -140,7 +140,7 @@ def test_where_it_pays_it_says_how_much_and_what_is_alike():
     assert found.best.depth == 4 or "known no deeper" not in upshot
     first = advise(DENSE, Curve.of_lengths([1.90]), 1, 4096)
     assert first.best.depth == 1 and first.sentences[1].endswith("Acceptance is known no deeper: more may pay better.")
-    assert "with fp8 weights and an unquantised KV cache on" in first.sentences[0]
+    assert "with fp8 weights on H200 SXM, KV cache unquantised, batch 1" in first.sentences[0]
     close = advise(DENSE, Curve.of_lengths([1.12]))
     assert close.best.speedup < MARGIN and "within what the model can tell from no gain" in close.sentences[1]
 

@@ -201,7 +201,10 @@ class AcceptanceSet:
 
     def __repr__(self) -> str:
         deepest = self.depths[-1]
-        return f"<AcceptanceSet: {self._prompts} prompts, temperatures {self.temperatures}, depths 0 to {deepest}>"
+        some = [f"{one.temperature:g}" for one in self if one.approximate]
+        said = f", approximate at {', '.join(some)}: the output was given" if some else ""
+        about = f"{self._prompts} prompts, temperatures {self.temperatures}, depths 0 to {deepest}"
+        return f"<AcceptanceSet: {about}{said}>"
 
     def __str__(self) -> str:
         header, lines = self._cells()

@@ -55,6 +55,7 @@ class Line:
     least: tuple[float, ...] | None = None
     chosen: int | None = None
     setting: tuple[float, ...] | None = None  # the gate or the switch of each point
+    approximate: bool = False  # of an output that was given (`Trace.approximate`)
 
 
 @dataclass(frozen=True)
@@ -70,15 +71,16 @@ class View:
     share: bool = False
 
     def to_records(self) -> list[dict[str, Any]]:
-        """One dictionary a point: view, kind, temperature, domain, setting (a gate's or schedule's), x, value, low,
-        high, few."""
+        """One dictionary a point: view, kind, temperature, domain, approximate, setting (a gate's or schedule's), x,
+        value, low, high, few."""
         found = []
         for line in self.lines:
             settings = line.setting or (None,) * len(line.x)
             for setting, *point in zip(settings, line.x, line.y, line.low, line.high, line.few, strict=True):
                 names = ("x", "value", "low", "high", "few")
                 about = {"view": self.name, "kind": line.kind, "temperature": line.temperature, "domain": line.domain}
-                found.append(about | {"setting": setting} | dict(zip(names, point, strict=True)))
+                about |= {"approximate": line.approximate, "setting": setting}
+                found.append(about | dict(zip(names, point, strict=True)))
         return found
 
     def to_frame(self) -> Any:
@@ -119,6 +121,7 @@ def _line(found: Acceptance, domain: str | None, x: Sequence[float], sums: Seque
         low.append(span[0])
         high.append(span[1])
         few.append(total < FEW_ROUNDS)
+    more["approximate"] = found.approximate
     return Line(found.temperature, domain, tuple(x), tuple(y), tuple(low), tuple(high), tuple(few), **more)
 
 

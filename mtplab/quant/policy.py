@@ -46,6 +46,16 @@ class Storage:
         """Whether codes are FP8 numbers, which a scale may go with."""
         return self.name.startswith("fp8")
 
+    def check_head_dim(self, d: int) -> None:
+        """Raises ConfigError where rows of d values cannot be stored so."""
+        if self.name == "turboquant" and (d < 4 or d & (d - 1)):
+            raise ConfigError(
+                f"quant_policy {self.name} rotates rows of a power of two from 4 on, but head_dim is {d}; use int4 or "
+                "int8"
+            )
+        if self.name == "int4" and d % 2:
+            raise ConfigError(f"quant_policy {self.name} packs pairs, but head_dim is {d}; use int8")
+
 
 @dataclass(frozen=True)
 class Side:

@@ -113,7 +113,7 @@ def size_against(plan: Any, other: Any) -> str:
     )
 
 
-def plan_table(modules: Iterable[Any], caption: str = "", limit: int = 400) -> str:
+def plan_table(modules: Iterable[Any], caption: str = "Modules", limit: int = 400) -> str:
     """Modules of a plan: how each is stored and held, whether activations are rounded, its bytes and the rule.
 
     Bytes are those of a run, in the dtype that the plan gives; stored bytes those on disk.

@@ -73,9 +73,13 @@ def doctor(
       mtplab doctor data/tiny-qwen3_5-fp8 --batch 32 --context 8192 --quant-policy int8
     """
     if path is not None:
+        from mtplab.checkpoint import open_checkpoint
         from mtplab.models.memory import memory
+        from mtplab.study.grid import weight_format
 
         kept = exclusion("--exclude", *exclude) if exclude else None
+        if kept is not None:
+            model_format = weight_format(open_checkpoint(path), model_format, kept)
         needs = memory(
             path, device, dtype, kept, None, quant_policy, draft_quant_policy, model_format,
             batch=batch, context=context, depth=depth,

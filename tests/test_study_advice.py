@@ -143,6 +143,10 @@ def test_where_it_pays_it_says_how_much_and_what_is_alike():
     assert f"Depth {found.best.depth} pays most: {found.best.speedup:.2f} times plain decoding" in upshot
     others = [line.depth for line in found.lines if line.speedup * MARGIN > found.best.speedup and line != found.best]
     assert others and " or ".join(map(str, others)) in upshot
+    assert found.best.depth == 4 or "known no deeper" not in upshot
+    first = advise(DENSE, Curve.of_lengths([1.90]), 1, 4096)
+    assert first.best.depth == 1 and first.sentences[1].endswith("Acceptance is known no deeper: more may pay better.")
+    assert "with fp8 weights on H200 SXM, KV cache unquantised, batch 1" in first.sentences[0]
     close = advise(DENSE, Curve.of_lengths([1.12]))
     assert close.best.speedup < MARGIN and "within what the model can tell from no gain" in close.sentences[1]
 

@@ -136,9 +136,9 @@ class AcceptanceSet:
             "schedule": f"Depth {low} before position {switch} of the context (ring), {high} from there on",
         }
         notes = {
-            "gate": "Line: thresholds from 0 to 1; thin: fixed depths. A chain past its miss is not known: points "
+            "gate": "Line: thresholds from 0 to 1; dotted: fixed depths. A chain past its miss is not known: points "
             "stand at the most drafts there may be, bars to the left reach to the least.",
-            "schedule": "Line: the switch at other positions; thin: fixed depths.",
+            "schedule": "Line: the switch at other positions; dotted: fixed depths.",
         }
         said = [notes.get(name, "")]
         if any(any(line.few) for line in lines if line.kind == "measured"):

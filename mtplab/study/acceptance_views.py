@@ -1,7 +1,7 @@
 """Views of traced acceptance as lines of numbers: by depth, position, context, domain, under a gate or a schedule.
 
-A view is what a figure, a panel or a frame shows of an `AcceptanceSet`. What draws it registers itself here: this room
-does not know figures.
+A view is what a figure, a panel or a frame shows of an `AcceptanceSet`. This room does not know figures
+(`mtplab/drawing.py`).
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from mtplab.drawing import drawn
 from mtplab.errors import ConfigError
 from mtplab.study.bootstrap import ratio_interval
 from mtplab.study.frame import frame
@@ -19,7 +20,7 @@ from mtplab.study.frame import frame
 if TYPE_CHECKING:
     from mtplab.study.acceptance import Acceptance
 
-__all__ = ["VIEWS", "Choice", "Line", "View", "lines_of", "set_drawing"]
+__all__ = ["VIEWS", "Choice", "Line", "View", "lines_of"]
 
 #: name → what it shows
 VIEWS = {
@@ -34,15 +35,6 @@ FEW_ROUNDS = 50  # below that a share says little: at 50 % it is ± 14 points ev
 GATES = tuple(step / 10 for step in range(11))
 SWITCHES = 9  # positions at which a schedule's line is worked out
 BIN = 16  # positions of the context that share a point
-
-_drawing: Callable[[View], Any] | None = None
-
-
-def set_drawing(draw: Callable[[View], Any]) -> None:
-    """Says what `View.plot` calls; `mtplab.report` does so when it is imported."""
-    global _drawing
-    _drawing = draw
-
 
 @dataclass(frozen=True)
 class Line:
@@ -98,9 +90,7 @@ class View:
 
     def plot(self) -> Any:
         """The view as a picture. Raises ConfigError before `mtplab.report` is imported, which draws it."""
-        if _drawing is None:
-            raise ConfigError("nothing draws views yet: `import mtplab.report` first, or take to_frame()")
-        return _drawing(self)
+        return drawn(self)
 
 
 @dataclass(frozen=True)

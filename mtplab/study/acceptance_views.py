@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mtplab.drawing import drawn
-from mtplab.errors import ConfigError
 from mtplab.study.bootstrap import ratio_interval
 from mtplab.study.frame import frame
 

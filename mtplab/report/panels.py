@@ -214,5 +214,5 @@ def _problem(problem: BaseException) -> str:
     lines = traceback.format_exception(type(problem), problem, problem.__traceback__)[-3:]
     return (
         f'<span role="alert"><b>Failed</b> ({escape(type(problem).__name__)}): {text}</span>'
-        f"<details><summary>where</summary><pre tabindex="0">{escape(''.join(lines))}</pre></details>"
+        f'<details><summary>where</summary><pre tabindex="0">{escape("".join(lines))}</pre></details>'
     )

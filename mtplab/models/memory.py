@@ -17,7 +17,7 @@ from mtplab.checkpoint.config_json import stored_dtype
 from mtplab.checkpoint.text_table import aligned, as_bytes, html_table, printable
 from mtplab.config import DTYPES, MAX_DEPTH, EngineConfig, SpecConfig
 from mtplab.errors import CheckpointError, ConfigError
-from mtplab.models.asked import check_exclusions, load_settings, plan_arguments
+from mtplab.models.asked import check_exclusions, check_policy, load_settings, plan_arguments
 from mtplab.models.config import ModelConfig, parse_config
 from mtplab.models.held import DTYPE_BYTES, Held, held_weights, largest_product
 from mtplab.models.machine import available_memory
@@ -225,6 +225,8 @@ def _caches(
 ) -> Caches:
     policy = resolve_policy(engine.quant_policy)
     draft = policy.everywhere if spec.quant_policy is None else resolve_policy(spec.quant_policy)
+    check_policy(c, policy)
+    check_policy(c, draft, "draft")
     deployed, size = DTYPE_BYTES[c.dtype], DTYPE_BYTES[weights.dtype]
     copies = weights.device.startswith("cpu")  # decoding on a GPU reads the codes themselves
     linear = c.layer_types.count("linear_attention")

@@ -15,7 +15,7 @@ from mtplab.checkpoint import Checkpoint, Plan, open_checkpoint
 from mtplab.checkpoint.strict_json import read_json_object
 from mtplab.config import EngineConfig, SpecConfig
 from mtplab.errors import CheckpointError, ConfigError, not_text
-from mtplab.models.asked import check_exclusions, load_settings, plan_arguments
+from mtplab.models.asked import check_exclusions, check_policy, load_settings, plan_arguments
 from mtplab.models.cache import DeltaState, KVCache
 from mtplab.models.config import ModelConfig, parse_config
 from mtplab.models.head import Head
@@ -23,7 +23,6 @@ from mtplab.models.machine import give_back, shortage_said
 from mtplab.models.memory import refuse_what_cannot_fit, weights_in_memory
 from mtplab.models.parameters import Parameters
 from mtplab.models.qwen3_5 import Target, build_head, build_target
-from mtplab.quant.kv_codec import check_head_dim
 from mtplab.quant.policy import QuantPolicy, resolve_policy
 
 if TYPE_CHECKING:
@@ -126,22 +125,7 @@ class Model:
 
     def check_policy(self, policy: QuantPolicy, part: str = "target") -> None:
         """Raises ConfigError where this model's cache cannot be kept so, of the target or the draft."""
-        c = self.config
-        for side in policy.sides:
-            check_head_dim(side.storage, c.head_dim)
-        if policy.kept and part != "target":
-            raise ConfigError(
-                f"the draft's quant_policy is {policy.name}, which names layers of the target; use "
-                f"{policy.everywhere.name} or none"
-            )
-        attention = [i for i, kind in enumerate(c.layer_types) if kind == "full_attention"]
-        wrong = [layer for layer in policy.kept if layer not in attention]
-        if wrong:
-            raise ConfigError(
-                f"quant_policy {policy.name} keeps layer{'s' * (len(wrong) > 1)} {', '.join(map(str, wrong))} "
-                f"unquantised, which {'have' if len(wrong) > 1 else 'has'} no KV cache here; expected some of "
-                f"{', '.join(map(str, attention))}, the target's attention layers"
-            )
+        check_policy(self.config, policy, part)
 
     def state_bytes(self) -> int:
         """Bytes of delta-rule state per sequence: it does not grow with the context and is never quantised."""

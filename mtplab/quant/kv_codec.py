@@ -12,7 +12,6 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from mtplab.errors import ConfigError
 from mtplab.kernels import turboquant_reference as turboquant
 from mtplab.kernels.kv_reference import decode_integer, encode_float8, encode_integer
 from mtplab.quant.policy import Storage
@@ -138,14 +137,3 @@ def codec_of(storage: Storage, scale: Tensor | None = None) -> Codec:
         return CODECS["turboquant K" if storage.bits == 4 else "turboquant V"]
     found = CODECS[storage.name]
     return found if scale is None else _Float8(found.code_dtype(torch.float32), scale)
-
-
-def check_head_dim(storage: Storage, d: int) -> None:
-    """Raises ConfigError where rows of d values cannot be stored so."""
-    if storage.name == "turboquant" and (d < 4 or d & (d - 1)):
-        raise ConfigError(
-            f"quant_policy {storage.name} rotates rows of a power of two from 4 on, but head_dim is {d}; use int4 or "
-            "int8"
-        )
-    if storage.name == "int4" and d % 2:
-        raise ConfigError(f"quant_policy {storage.name} packs pairs, but head_dim is {d}; use int8")

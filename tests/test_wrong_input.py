@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from mtplab import generate, load_model, memory, trace
+from mtplab import compare_caches, generate, load_model, memory, trace
 from mtplab.checkpoint.hub import resolve_hub
 from mtplab.checkpoint.write import write_safetensors
 from mtplab.decode.calibration import bound
@@ -127,8 +127,19 @@ def test_what_a_view_is_asked_for(found, asked):
 
 @pytest.mark.parametrize("given", [None, 5, "x", [], [None], [5]])
 def test_what_a_set_is_made_of(given):
-    with pytest.raises(ConfigError, match="expected a list of traces"):
+    with pytest.raises(ConfigError, match="expected a list of traces, one or more"):
         AcceptanceSet(given)
+
+
+@pytest.mark.parametrize("depth", [0, -1, 17, 1.5, None])
+def test_caches_are_compared_at_a_depth_that_can_be_traced(bundled, depth):
+    with pytest.raises(ConfigError, match="max_depth is .*; expected 1 to 16"):
+        compare_caches(load_model(bundled), [[1, 2]], ["none"], max_depth=depth, max_new_tokens=2)
+
+
+def test_one_policy_may_be_a_text(bundled):
+    with pytest.raises(ConfigError, match="unknown quant_policy 'int9'"):
+        compare_caches(load_model(bundled), [[1, 2]], "int9")
 
 
 def test_names_that_are_none(found):

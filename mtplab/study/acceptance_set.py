@@ -44,7 +44,7 @@ class AcceptanceSet:
     def __init__(self, found: Iterable[Acceptance | Trace]) -> None:
         each = [
             one.acceptance() if isinstance(one, Trace) else one
-            for one in listed("found", found, Acceptance | Trace, "a list of traces, or of their .acceptance()")
+            for one in listed("the AcceptanceSet", found, Acceptance | Trace, "a list of traces, one or more")
         ]
         self._by = {one.temperature: one for one in sorted(each, key=lambda one: one.temperature)}
         if len(self._by) < len(each):
@@ -124,7 +124,7 @@ class AcceptanceSet:
             raise ConfigError(f"depths is {depths!r:.60}; expected {expected}")
         wanted = self.temperatures
         if temperatures is not None:
-            wanted = listed("temperatures", temperatures, numbers.Real, f"a list of some of {self.temperatures}")
+            wanted = listed("temperatures", temperatures, numbers.Real, f"at least one of {self.temperatures}")
         domains = listed("domains", domains, str | None, "a list of domains, None among them for all prompts")
         choice = Choice(low, high, confidence_of(confidence), position_of("switch", switch))
         chosen = [self[temperature] for temperature in wanted]

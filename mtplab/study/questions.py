@@ -10,9 +10,10 @@ import numbers
 from collections.abc import Iterable
 from typing import Any
 
+from mtplab.config import MAX_DEPTH
 from mtplab.errors import ConfigError
 
-__all__ = ["confidence_of", "edges_of", "listed", "pair_of", "position_of"]
+__all__ = ["confidence_of", "edges_of", "listed", "pair_of", "position_of", "traced_depth"]
 
 
 def edges_of(edges: Any) -> list[int]:
@@ -22,6 +23,16 @@ def edges_of(edges: Any) -> list[int]:
         raise ConfigError(
             f"edges is {edges!r:.60}; expected at least two whole positions, each beyond the one before, such as "
             "[0, 64, 128]"
+        )
+    return found
+
+
+def traced_depth(value: Any) -> int:
+    """The deepest that is to be traced. Raises ConfigError for what cannot be."""
+    found = _whole(value)
+    if found is None or not 1 <= found <= MAX_DEPTH:
+        raise ConfigError(
+            f"max_depth is {value!r:.60}; expected 1 to {MAX_DEPTH}: depth 0 drafts nothing that could be traced"
         )
     return found
 
@@ -53,7 +64,8 @@ def listed(name: str, value: Any, kinds: Any, expected: str) -> list[Any]:
     """Several things of some kinds, at least one. Raises ConfigError otherwise."""
     found = list(value) if _several(value) else []
     if not found or any(isinstance(each, bool) or not isinstance(each, kinds) for each in found):
-        raise ConfigError(f"{name} is {value!r:.60}; expected {expected}")
+        shown = "of nothing" if not found and _several(value) else f"{value!r:.60}"
+        raise ConfigError(f"{name} is {shown}; expected {expected}")
     return found
 
 

@@ -207,13 +207,13 @@ def _table(one: Advice) -> str:
     lines = [
         *one.sentences[:-1],
         "",
-        "depth  tokens a round  takes rounds  tokens/s  a sequence  speed-up  most of it is",
+        "depth  tokens a round  takes rounds  tokens/s  of each sequence  speed-up  most of it is",
     ]
     for line in one.lines:
         share = line.cost.parts[line.cost.binds] / line.cost.seconds
         lines.append(
             f"{line.depth:5}  {line.length:14.2f}  {line.ratio:12.2f}  {line.tokens_per_second:8.0f}  "
-            f"{line.tokens_per_second / one.batch:10.0f}  {line.speedup:7.2f}×  {line.cost.words(line.cost.binds)} "
+            f"{line.tokens_per_second / one.batch:16.0f}  {line.speedup:7.2f}×  {line.cost.words(line.cost.binds)} "
             f"({share:.0%})" + ("" if line.fits else "; does not fit")
         )
     return "\n".join(lines) + "\n"

@@ -22,8 +22,8 @@ OPERATIONS: dict[str, str | None] = {
     "quantising activations": "quantize_jit",
     "FP8 products, block scales": "gemm_block_jit",
     "FP8 products, tensor and channel scales": "gemm_scaled_jit",
-    "FP8 products of experts (no model uses them yet)": "gemm_grouped_jit",
-    "experts' silu and quantisation (no model uses it yet)": "silu_quantize_jit",
+    "FP8 products of experts": "gemm_grouped_jit",
+    "experts' silu and quantisation": "silu_quantize_jit",
     "writing the KV cache": "kv_write_jit",
     "attention over the KV cache, decoding": "attention_jit",
     "gated delta rule, decoding": "delta_rule_jit",
@@ -73,9 +73,13 @@ def doctor(
       mtplab doctor data/tiny-qwen3_5-fp8 --batch 32 --context 8192 --quant-policy int8
     """
     if path is not None:
+        from mtplab.checkpoint import open_checkpoint
         from mtplab.models.memory import memory
+        from mtplab.study.grid import weight_format
 
         kept = exclusion("--exclude", *exclude) if exclude else None
+        if kept is not None:
+            model_format = weight_format(open_checkpoint(path), model_format, kept)
         needs = memory(
             path, device, dtype, kept, None, quant_policy, draft_quant_policy, model_format,
             batch=batch, context=context, depth=depth,

@@ -127,6 +127,7 @@ def module(name, part="target", weight="fp8", kind="linear", nbytes=1000):
         name=name,
         part=part,
         kind=kind,
+        multiplies=kind in ("linear", "experts"),
         stored="F8_E4M3" if weight == "fp8" else "BF16",
         weight=weight,
         activation="fp8" if weight == "fp8" else "none",

@@ -40,6 +40,7 @@ class FakeCheckpoint:
                     name=name,
                     part=PARTS.get(name, "target"),
                     kind="linear",
+                    multiplies=True,
                     weight="fp8" if fp8 else "bf16",
                     activation="fp8" if fp8 else "none",
                     shape=(4, 4),

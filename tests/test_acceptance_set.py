@@ -7,7 +7,7 @@ import pytest
 
 import mtplab
 import mtplab.report
-import mtplab.study.acceptance_views as acceptance_views
+from mtplab import drawing
 from mtplab.errors import ConfigError
 from mtplab.study.acceptance_set import AcceptanceSet
 from mtplab.study.acceptance_views import VIEWS
@@ -142,7 +142,7 @@ def test_every_view_is_drawn(found):
 
 
 def test_plot_says_what_is_missing(found, monkeypatch):
-    monkeypatch.setattr(acceptance_views, "_drawing", None)
+    monkeypatch.setattr(drawing, "_drawing", None)
     with pytest.raises(ConfigError, match="import mtplab.report"):
         found.plot()
 

@@ -61,7 +61,7 @@ CASES: dict[str, tuple[str, Callable[[Made], None], set[str]]] = {
     "FNUZ": (*of_fault("fnuz-codes"), {"fnuz"}),
     "FP8 head": (*of_fault("quantised-lm-head"), {"quantised-head"}),
     "FP8 shared head": (*of_fault("quantised-shared-head"), {"quantised-head"}),
-    "FP8 fusion": (*of_fault("quantised-fusion"), {"fp8-fusion"}),
+    "FP8 fusion": (*of_fault("quantised-fusion"), {"fp8-fusion", "engine-silent"}),
     "a short entry": ("qwen3.5", listing("in_proj_a", without=("model.layers.0.linear_attn.in_proj_a",)),
                       {"engine-refuses"}),
 }  # fmt: skip
@@ -130,6 +130,18 @@ def test_advice_on_real_checkpoints_helps(tmp_path: Path, capsys: pytest.Capture
     folder = CHECKPOINTS / name / "ckpt"
     done = follow_all(folder, open_checkpoint(folder, lenient=True).audit(), tmp_path, capsys)
     assert any(kind.startswith("engine-") for kind in done)
+
+
+def test_what_an_engine_builds_in_bf16_is_to_be_kept_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], bundled: Path
+) -> None:
+    """No list makes SGLang build mtp.fc in FP8, nor lmdeploy in_proj_ba: the file has to hold them in BF16."""
+    assert main(["quantize", str(bundled), str(tmp_path / "x"), "--exclude", "none"]) == 0
+    found = open_checkpoint(tmp_path / "x").audit()
+    asked = [f for f in found.findings if f.kind in ("engine-silent", "engine-refuses")]
+    assert {engine for f in asked for engine in ("SGLang", "lmdeploy") if engine in f.why} == {"SGLang", "lmdeploy"}
+    assert all(followed(f, tmp_path / "x", tmp_path / "new" / f.kind) for f in asked)
+    assert follow_all(tmp_path / "x", found, tmp_path, capsys) >= {"engine-silent", "engine-refuses"}
 
 
 def test_where_nothing_helps_it_is_said() -> None:

@@ -60,7 +60,7 @@ SIZES = Sizes(2, 2, 70, 256, 4, 2, 32, 1, 2, 16, 300)
 
 @pytest.mark.slow
 def test_what_memory_bounds_is_right_and_timed():
-    found = list(measure_memory(CPU, clock, Limits(1e12, None), SIZES))
+    found = list(measure_memory(CPU, clock, Limits(1e12, None), SIZES, budget=3600))
     assert len(found) == 2 + 3 * 5 + 2 and {line.note for line in found} == {""}
     attention = next(line for line in found if line.name == "attend 2 over 70 in int8")
     assert attention.gbytes == pytest.approx(2 * 2 * 2 * 70 * (32 + 4) / 2e-6 / 1e9)
@@ -91,7 +91,7 @@ def test_a_case_that_cannot_be_made_is_noted_and_the_rest_goes_on(monkeypatch):
         raise torch.OutOfMemoryError("no room")
 
     monkeypatch.setattr("mtplab.bench.memory_cases._attend", broken)
-    notes = {line.name: line.note for line in measure_memory(CPU, clock, Limits(1e12, None), SIZES)}
+    notes = {line.name: line.note for line in measure_memory(CPU, clock, Limits(1e12, None), SIZES, budget=3600)}
     assert "OutOfMemoryError" in notes["attend 1 over 70 in int4"] and not notes["accept 1 greedy drafts"]
 
 

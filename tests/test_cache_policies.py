@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from mtplab import CheckpointError, ConfigError, generate, load_model, sweep, trace
+from mtplab import CheckpointError, ConfigError, compare_caches, generate, load_model, memory, sweep, trace
 from mtplab.checkpoint.write import write_safetensors
 from mtplab.decode.calibration import bound
 from mtplab.decode.reading import read_texts
@@ -168,6 +168,52 @@ def test_scales_that_are_missing_or_none_are_named(tmp_path, wide):
         model = load_model(scaled(tmp_path / "bad", good | {f"{STEMS[0]}.k_scale": fault}))
         with pytest.raises(CheckpointError, match=said):
             generate(model, TEXTS, depth=0, max_new_tokens=2, quant_policy="fp8:checkpoint")
+
+
+def test_a_layer_that_is_kept_needs_no_scale(tmp_path):
+    """As vLLM's skipped layers, which store none; where it is not kept, it is named."""
+    names = ("k_scale", "v_scale")
+    model = load_model(scaled(tmp_path, {f"{stem}.{name}": torch.ones(1) for stem in STEMS[1:] for name in names}))
+    policy = bound(model, resolve_policy("fp8:checkpoint@1"), "target")
+    assert sorted(policy.scales) == [2]
+    assert generate(model, TEXTS, depth=1, max_new_tokens=2, quant_policy="fp8:checkpoint@1").tokens
+    with pytest.raises(ConfigError, match=r"no k_scale for 1 of 2 attention layers: model.layers.1.self_attn;"):
+        bound(model, resolve_policy("fp8:checkpoint"), "target")
+
+
+@pytest.mark.parametrize(
+    "policies, draft, said",
+    [
+        (("none", "int8@0"), None, "int8@0 keeps layer 0 unquantised, which has no KV cache here; expected some of 3"),
+        (("none",), ("int8@3",), "the draft's quant_policy is int8@3, which names layers of the target; use int8 or"),
+        (("none", "fp8:checkpoint"), None, "no k_scale for 1 of 1 attention layers: model.layers.3.self_attn"),
+        (("none",), ("fp8:checkpoint",), r"1 of 1 attention layers: mtp.layers.0.self_attn \(the draft head"),
+    ],
+)
+def test_a_policy_that_no_run_could_have_is_refused_before_anything_runs(model, tmp_path, policies, draft, said):
+    """In a sweep while it is planned, in a cache study before its first text, and where memory is worked out."""
+    path = model.checkpoint.path
+
+    def never(*arguments, **settings):
+        raise AssertionError("a model was loaded")
+
+    settings = {"prompts": PROMPTS[:1], "results": tmp_path, "load_model": never}
+    with pytest.raises(ConfigError, match=said):
+        sweep(path, quant_policy=policies, draft_quant_policy=draft, depths=(0, 1), **settings)
+    assert not list(tmp_path.glob("*.json*"))
+    steps = []
+    with pytest.raises(ConfigError, match=said):
+        compare_caches(model, PROMPTS[:1], policies, draft or (), on_step=lambda *step: steps.append(step))
+    assert not steps
+    with pytest.raises(ConfigError, match=said):
+        memory(path, quant_policy=policies[-1], draft_quant_policy=None if draft is None else draft[0])
+
+
+def test_a_draft_that_nobody_asks_is_not_checked(bundled, tmp_path):
+    """At depth 0 there is no draft's cache, and its policy cannot be wrong."""
+    found = sweep(bundled, PROMPTS[:1], 0, draft_quant_policy="fp8:checkpoint", max_new_tokens=2, results=tmp_path,
+                  quality=False)  # fmt: skip
+    assert not found.failed
 
 
 def test_layers_that_are_kept(wide):

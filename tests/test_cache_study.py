@@ -153,7 +153,7 @@ def test_figures_say_what_they_show(study):
     told = f"target int8, draft turboquant: {apart.acceptance.length(3):.2f} {change:+.2f}".replace("-", "−")
     assert told in grid
     table = cache_table(study, 3)
-    assert table.count("<tr>") == 1 + len(study.policies) and "int4@3 (draft int4)" in table
+    assert table.count("<tr>") == 1 + len(study.policies) and ">int4@3<" in table
     drawn = cache_pictures(study, ["turboquant"], None, 3, [0, 16, 32, 64, 128], "kl")
     assert drawn.png.startswith(b"\x89PNG")
     assert f"Tokens a round at depth 3: turboquant {line.acceptance.length(3):.2f}" in drawn.alt

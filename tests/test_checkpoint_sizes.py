@@ -44,6 +44,17 @@ def test_a_tied_head_is_the_embedding(tmp_path):
     assert weights_of(opened, replace(sizes, vocabulary=2 * sizes.vocabulary)).head.nbytes == 1
 
 
+def test_a_head_with_a_layer_per_depth(tmp_path):
+    """Every layer counts, and a parameter of it has BF16's two bytes."""
+    opened = mtplab.open_checkpoint(write_tiny(tmp_path / "deep", mtp_num_hidden_layers=3))
+    sizes = sizes_of(opened)
+    kept = weights_of(opened, sizes)
+    assert sizes.draft_layers == 3 and kept.draft_mixer.nbytes == pytest.approx(2, rel=0.02)
+    assert kept.draft_mlp.nbytes == kept.fc.nbytes == 2 and kept.draft_mlp.rate == "bf16"
+    shallow = sizes_of(mtplab.open_checkpoint(write_tiny(tmp_path / "one")))
+    assert shallow.draft_layers == 1 and sizes.parameters()["draft_mlp"] == 3 * shallow.parameters()["draft_mlp"]
+
+
 def test_fp8_made_at_load(bundled):
     opened = mtplab.open_checkpoint(bundled)
     kept = weights_of(opened, sizes_of(opened), "fp8")

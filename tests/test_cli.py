@@ -90,7 +90,7 @@ def test_version(command):
         (["sweep", "{tiny}", "--temperature", "0,"], "--temperature '0,': an empty name"),
         # an empty string, as an unset variable leaves it, for every option that takes text
         *[(["generate", "", "--prompt", "x"], "'PATH': an empty path"), (["sweep", " "], "'PATH': an empty path")],
-        *[(["report", ""], "'NOTEBOOK': an empty path"), (["report", "x.ipynb", "-o", ""], "an empty path")],
+        *[(["report", ""], "'NOTEBOOK|RESULTS': an empty path"), (["report", "x.ipynb", "-o", ""], "an empty path")],
         *[(["report", "x.ipynb", "-p", "", ""], "expected a name and a value")],
         *[
             (["generate", "{tiny}", "--prompt", "x", option, ""], says)

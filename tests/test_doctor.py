@@ -28,6 +28,15 @@ def test_on_a_cpu_torch_computes(capsys, monkeypatch):
     assert "there is no kernel for it" in said and torch.__version__ in said
 
 
+@pytest.mark.parametrize("kept", ["published", "mtp.*"])
+def test_excluding_quantises_a_bf16_checkpoint_as_it_does_in_a_run(capsys, bundled, kept):
+    said = []
+    for options in (["--exclude", kept], ["--exclude", kept, "--model-format", "fp8"], []):
+        assert main(["doctor", str(bundled), *options, "--json"]) == 0
+        said.append(json.loads(capsys.readouterr().out)["memory"]["weights"])
+    assert said[0] == said[1] != said[2]
+
+
 @pytest.mark.parametrize("choice, expected", [("reference", "torch references"), ("triton", "Triton kernels")])
 def test_the_choice_can_be_forced(capsys, monkeypatch, choice, expected):
     monkeypatch.setenv("MTPLAB_KERNELS", choice)

@@ -173,6 +173,19 @@ def test_dominance_is_beyond_chance():
     assert not better(-1, -0.3, 0.2, -0.5, 0.2)
 
 
+def test_a_budget_that_chance_leaves_open_is_not_called_kept(found):
+    wide, kl, loss = replace(found, al_budget=1.0, kl_budget=1.0), found.recommended.mean_kl, found.loss
+    assert wide.sure and "Smallest that keeps the budgets: " in wide.sentence() and "Whether" not in wide.sentence()
+    assert loss.error > 0 and kl.error > 0
+    for budgets, says in (
+        ({"al_budget": loss.value}, "Whether the loss of acceptance keeps the budget is within chance"),
+        ({"kl_budget": kl.value}, "Whether KL keeps the budget is within chance"),
+        ({"al_budget": loss.value, "kl_budget": kl.value}, "Whether KL and the loss of acceptance keep the budget is"),
+    ):
+        said = replace(wide, **budgets).sentence()
+        assert "Smallest that is not shown to break a budget: " in said and says in said
+
+
 def test_the_front_is_what_nothing_beats(found):
     for axis, cost in (("kl", lambda p: p.mean_kl.value), ("length", lambda p: -p.length.value)):
         front = {p.excluded for p in found.front(axis)}

@@ -184,7 +184,8 @@ def test_failed_rows_and_rows_without_partner_are_listed():
     found = mtplab.compare(base, other, names=["base", "new"])
     text = str(found)
     assert "no memory" in text and "5 rows of base have no partner" in words(found)
-    assert re.search(r"base +exclusions published · KV cache int8 +0, 1, 2, 3, 4", text)
+    assert re.search(r"in +exclusions +KV cache +depths\n", text)
+    assert re.search(r"base +published +int8 +0, 1, 2, 3, 4", text)
     (against,) = found.against
     assert [pair.depth for pair in against.newly_failed()] == [2] and len(against.points) == 4
     assert "\x1b" not in text and "\u202e" not in text

@@ -298,4 +298,5 @@ def test_a_policy_keeps_its_colour_whatever_else_is_drawn():
         colours = policy_colours(policies)
         assert all(colours[name] == POLICY_COLOURS[name] for name in policies if name in POLICY_COLOURS)
         assert len(set(colours.values())) == len(policies)
-    assert set(policy_colours([f"p{i}" for i in range(9)]).values()) <= set(SERIES)
+    assert len(set(policy_colours(["unquantised", *(f"p{i}" for i in range(9))]).values())) == 10
+    assert set(policy_colours([f"p{i}" for i in range(12)]).values()) == set(SERIES)

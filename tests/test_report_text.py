@@ -265,3 +265,45 @@ def test_rows_that_lack_what_others_have_make_a_conclusion_all_the_same():
     study = [each.model_copy(update={"tokens_per_second": None, "kl": 0.01, "perplexity": 8.0}) for each in rows()]
     said = repr(Conclusion(study))
     assert "Speed against plain decoding: " in said and "10 millinats" in said and "None" not in said
+
+
+def _of(checkpoint, content, **changes):
+    about = {"config": {"checkpoint": content}}
+    return [row(depth, policy, checkpoint=checkpoint, provenance=about, **changes)
+            for policy in ("none", "int4") for depth in (0, 2, 4)]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "others",
+    [
+        _of("other", "full:2"),
+        _of("tiny", "full:2"),
+        _of("tiny", "full:1", max_new_tokens=64),
+        _of("tiny", "full:1", prompt_set="mine"),
+    ],
+    ids=["checkpoint", "content", "tokens", "prompts"],
+)
+def test_a_conclusion_compares_within_one_checkpoint_and_set_of_prompts(others):
+    """Exclusions and caches of the same names, of another checkpoint or other prompts, are not the reference's lines:
+    what is said of depths and caches is what is said without them."""
+    mine = _of("tiny", "full:1")
+    worse = [r.model_copy(update={"acceptance_length": 1.0, "tokens": r.rounds}) for r in others if r.depth]
+    for study in (mine + worse, [mine[0], *worse, *mine[1:]]):
+        said = Conclusion(study).sentences
+        assert f"{len(worse)} rows of another checkpoint, other prompts" in said[0]
+        assert "compared within tiny, prompts, run; " in said[0]
+        assert said[1:] == Conclusion(mine).sentences
+    assert len({record["series"] for record in as_records(mine + others)}) == 4, "two lines each, drawn apart"
+    reference = ("published", "4")
+    assert Conclusion(mine + worse, reference).sentences[1:] == Conclusion(mine, reference).sentences
+
+
+def test_what_else_tells_two_lines_apart_is_in_their_names():
+    """A way of running that rows keep in their provenance: else both are one line with each point twice."""
+    facts = [{"config": {"draft_hidden": stage, "draft_sampling": "greedy"}} for stage in ("post_norm", "pre_norm")]
+    found = as_records([row(depth, provenance=about) for about in facts for depth in (1, 2)])
+    assert {record["weights_label"] for record in found} == {
+        "published · draft_hidden post_norm", "published · draft_hidden pre_norm"}  # fmt: skip
+    drawn = {"config": {"draft_sampling": "sampled"}}
+    mixed = as_records([row(provenance=facts[0]), row(temperature=1.0, provenance=drawn)])
+    assert {record["weights_label"] for record in mixed} == {"published"}, "at temperature 0 nothing looks at it"

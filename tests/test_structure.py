@@ -18,7 +18,7 @@ REPO = Path(__file__).resolve().parent.parent
 MAX_LINES = 450
 
 # what each room may import from mtplab, besides itself; a new room is added here, on purpose
-CHAIN = ("errors", "config", "checkpoint", "quant", "models", "decode", "study", "report")
+CHAIN = ("errors", "drawing", "config", "checkpoint", "quant", "models", "decode", "study", "report")
 ROOMS: dict[str, set[str]] = {room: set(CHAIN[:place]) for place, room in enumerate(CHAIN)}
 for _room in CHAIN[CHAIN.index("checkpoint") :]:
     ROOMS[_room].add("kernels")

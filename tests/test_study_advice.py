@@ -17,7 +17,7 @@ from mtplab.study.measured import constants_of, read_measured
 from mtplab.study.model_sizes import weights
 from mtplab.study.models_catalogue import model
 from mtplab.study.published import POINTS, TOLERANCE, compare, markdown
-from report_fakes import row, rows
+from report_fakes import counted, row, rows
 
 DENSE = Setting(model("Qwen3.5-27B"), weights("fp8"), gpu("H200"))
 EXPERTS = Setting(model("Qwen3.5-35B-A3B"), weights("fp8"), gpu("L40S"))
@@ -88,6 +88,12 @@ def test_rows_of_one_setting_give_their_curve():
         Curve.of_rows(study, quant_policy="int4")
     with pytest.raises(ConfigError, match="the rows hold depth 0 only"):
         Curve.of_rows([row(depth=0)])
+    with pytest.raises(ConfigError, match="rows of 2 settings are left.* choose: max_new_tokens 32; max_new_tokens 64"):
+        Curve.of_rows([row(1), row(1, max_new_tokens=64)])
+    better = counted([90, 90], [40, 40], 2)
+    with pytest.raises(ConfigError, match="two rows of one setting have 2.25 and 2.5 tokens a round at depth 2"):
+        Curve.of_rows([better, counted([100, 100], [40, 40], 2)])
+    assert Curve.of_rows([better, better.model_copy(update={"method": "trace"})]).length(2) == 2.25
 
 
 # advice
@@ -137,6 +143,10 @@ def test_where_it_pays_it_says_how_much_and_what_is_alike():
     assert f"Depth {found.best.depth} pays most: {found.best.speedup:.2f} times plain decoding" in upshot
     others = [line.depth for line in found.lines if line.speedup * MARGIN > found.best.speedup and line != found.best]
     assert others and " or ".join(map(str, others)) in upshot
+    assert found.best.depth == 4 or "known no deeper" not in upshot
+    first = advise(DENSE, Curve.of_lengths([1.90]), 1, 4096)
+    assert first.best.depth == 1 and first.sentences[1].endswith("Acceptance is known no deeper: more may pay better.")
+    assert "with fp8 weights on H200 SXM, KV cache unquantised, batch 1" in first.sentences[0]
     close = advise(DENSE, Curve.of_lengths([1.12]))
     assert close.best.speedup < MARGIN and "within what the model can tell from no gain" in close.sentences[1]
 

@@ -89,6 +89,10 @@ def test_cache_bytes():
         latent.cache_bytes("turboquant")
     with pytest.raises(ConfigError, match="int8@3 keeps layers unquantised, .* use int8"):
         ideal(SMALL, cache="int8@3")
+    for policy in ("turboquant", "int8/turboquant"):
+        with pytest.raises(ConfigError, match="nothing of the time that turboquant's rotation takes; use none, int4"):
+            ideal(SMALL, cache=policy)
+    assert ideal(SMALL, cache="fp8:calibrated/int8").fits(1, 1, 0)
 
 
 # terms, by hand
@@ -143,6 +147,24 @@ def test_a_draft_reads_its_layer_and_the_output_head():
     for before, cost in pairwise(costs):
         assert cost.draft - before.draft == pytest.approx(own, rel=0.01)
     assert costs[2].parts["head"] - costs[1].parts["head"] == pytest.approx(2 * parts["head"] / 4.8e12, rel=0.02)
+
+
+def test_a_head_with_a_layer_per_depth_reads_the_last_slots_again_at_every_step():
+    """Depth 3: three passes over 6 slots a sequence, each of one layer, the projection and the output head."""
+    deep, h, rows = replace(SMALL, draft_layers=3), 1024, 5 * 6
+    parts, one = deep.parameters(), SMALL.parameters()
+    for part in ("draft_mixer", "draft_mlp"):
+        assert parts[part] == 3 * one[part]
+    assert parts["draft_fc"] == one["draft_fc"] and parts["mixer"] == one["mixer"]
+    step = 2 * (one["draft_fc"] + one["draft_mixer"] + one["draft_mlp"])  # BF16
+    step += 2 * rows * (3 * h + 2 * 2 * h + (h + 2 * 4096) + (h + 4096))  # what its products read and write
+    step += 2 * one["head"] + 2 * 5 * (h + 8192) + 8 * 5 * 8192  # the output head, a slot a sequence
+    step += 5 * 10 * 2 * 2 * 128 * 2  # the cache
+    assert round_cost(ideal(deep), 5, 10, 3).draft == pytest.approx(3 * step / 4.8e12)
+    assert round_cost(ideal(deep), 5, 10, 1).draft == pytest.approx(round_cost(ideal(SMALL), 5, 10, 1).draft)
+    assert round_cost(ideal(deep), 5, 10, 0).seconds == round_cost(ideal(SMALL), 5, 10, 0).seconds
+    more = ideal(deep).held_bytes(2, 100, 3) - ideal(SMALL).held_bytes(2, 100, 3)
+    assert more == 2 * 2 * (one["draft_mixer"] + one["draft_mlp"]) + 2 * 100 * 2 * 2 * 2 * 128 * 2
 
 
 def test_the_output_head_serves_every_slot_when_verifying_and_one_a_sequence_when_drafting():

@@ -8,7 +8,9 @@ import random
 import pytest
 
 from mtplab.errors import ConfigError
-from mtplab.study.matching import display_order, match_rows
+from mtplab.study.matching import AXES, display_order, match_rows
+from mtplab.study.result import SweepResult
+from mtplab.study.words import cache_words, follows
 from tests.report_fakes import row, rows
 
 
@@ -112,3 +114,15 @@ def test_the_least_quantised_comes_first():
     ordered = sorted(study, key=display_order)
     assert [each.exclude_label for each in ordered[::3]] == ["*", "published", "mtp.*", "none"]
     assert [each.quant_policy for each in ordered[:3]] == ["none", "int8", "int4"]
+
+
+def test_a_draft_that_follows_a_target_with_layers_kept():
+    """`int8` beside `int8@3` is what a draft has that is given nothing: no setting of its own, in words or in axes."""
+    kept = row(policy="int8@3", draft_quant_policy="int8")
+    assert AXES["draft-cache"][1](kept) == "as the target's"
+    assert cache_words("int8@3", "int8") == cache_words("int8@3") == "int8@3"
+    assert cache_words("int8@3", "int4") == "int8@3 (draft int4)" and not follows("int8", "int8/int4@3")
+    apart = row(policy="int8@3", draft_quant_policy="none")
+    assert AXES["draft-cache"][1](apart) == "unquantised" and display_order(kept) < display_order(apart)
+    assert "draft" not in str(SweepResult([kept, row(policy="int4")])).splitlines()[0]
+    assert "draft's cache" in str(SweepResult([apart, row(policy="int4")]))

@@ -73,6 +73,7 @@ def test_what_was_not_judged_has_no_columns_and_a_domain_has_none():
     assert quality_cells([row()]) is None and "perplexity" not in SweepResult([row()]).to_table()
     by_domain = SweepResult([judged(1.0)]).to_table(by_domain=True)
     assert "top-1  " not in by_domain.splitlines()[2] and "the target is broken" in by_domain
+    assert "are over what" in SweepResult([judged(1.0)]).to_table() and "are over what" not in by_domain
     failed = row(error="no such kernel")
     assert quality_notes([failed]) == [] and faults([failed]) == [None]
 

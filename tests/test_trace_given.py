@@ -11,6 +11,9 @@ import mtplab
 from mtplab import ConfigError
 from mtplab.decode import tracing
 from mtplab.decode.peek import next_logits
+from mtplab.study.acceptance_set import AcceptanceSet
+from mtplab.study.acceptance_views import VIEWS
+from mtplab.study.curve import Curve
 from mtplab.study.reference import against
 from mtplab.study.trace import Trace, trace
 
@@ -83,11 +86,19 @@ def test_anothers_output_is_an_approximation_and_says_so(model, whole, tmp_path)
     assert "approximate" in repr(found) and "approximate" in repr(acceptance)
     assert f"{100 * own:.1f} % of whose tokens" in str(acceptance) and "approximate: of an" in acceptance._repr_html_()
     assert all(record["approximate"] for record in acceptance.to_records())
+    for name in VIEWS:
+        view = acceptance.view(name, depths=(1, 2))
+        assert "approximate: of an output that was given" in view.note
+        assert all(record["approximate"] is True for record in view.to_records())
+    assert "approximate at 0" in repr(AcceptanceSet([found]))
+    assert "approximate" in Curve.of_acceptance(acceptance).source
     found.save(tmp_path / "given.safetensors")
     again = Trace.load(tmp_path / "given.safetensors")
     assert again.approximate and again.settings["given"] == found.settings["given"] and same(again, found)
     exact = trace(model, PROMPTS, 4, max_new_tokens=48, quant_policy="int4")
     assert "approximate" not in repr(exact) + str(exact.acceptance()) + exact.acceptance()._repr_html_()
+    assert "approximate" not in Curve.of_acceptance(exact.acceptance()).source + repr(AcceptanceSet([exact]))
+    assert not any(record["approximate"] for record in exact.acceptance().view("depth").to_records())
 
 
 def test_drafts_are_asked_about_the_given_text(model, whole):

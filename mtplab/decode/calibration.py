@@ -19,6 +19,7 @@ from mtplab.decode.threads import on_device
 from mtplab.errors import ConfigError
 from mtplab.models import Model
 from mtplab.models.cache import KVCache
+from mtplab.models.cache_fit import check_policy
 from mtplab.models.kv_scales import checkpoint_scales
 from mtplab.quant.policy import QuantPolicy, resolve_policy
 
@@ -43,7 +44,7 @@ def bound(
     Raises ConfigError for a policy that does not fit the model, for texts that are not there or too long, and for a
     checkpoint that lacks scales.
     """
-    model.check_policy(policy, part)
+    check_policy(model.config, policy, part)
     if not any(side.scales for side in policy.sides):
         return policy
     sides = [_of_side(model, policy, part, which, calibration, hidden) for which in (0, 1)]
@@ -56,7 +57,7 @@ def _of_side(model, policy: QuantPolicy, part: str, which: int, texts, hidden: t
     if side.scales is None:
         return {}
     if side.scales == "checkpoint":
-        return checkpoint_scales(model, part, which, policy.name)
+        return checkpoint_scales(model, policy, part, which)
     if not texts:
         raise ConfigError(
             f"quant_policy {policy.name} is calibrated on texts, and none are given; give calibration= (strings, or "

@@ -10,10 +10,9 @@ from typing import Any
 from mtplab.checkpoint import Checkpoint
 from mtplab.config import EngineConfig, SpecConfig
 from mtplab.errors import ConfigError
-from mtplab.models.config import ModelConfig
-from mtplab.quant.policy import QuantPolicy, check_head_dim, resolve_policy
+from mtplab.quant.policy import QuantPolicy, resolve_policy
 
-__all__ = ["check_exclusions", "check_policy", "load_settings", "plan_arguments"]
+__all__ = ["check_exclusions", "load_settings", "plan_arguments"]
 
 
 def load_settings(
@@ -53,33 +52,6 @@ def check_exclusions(checkpoint: Checkpoint, engine: EngineConfig, spec: SpecCon
             f"exclude is {asked!r}, but {checkpoint.path} is not quantised and nothing would be kept from FP8; add "
             "model_format='fp8', or leave exclude out"
         )
-
-
-def check_policy(config: ModelConfig, policy: QuantPolicy, part: str = "target") -> None:
-    """Raises ConfigError where no cache of this model can be kept so, of the "target" or the "draft"."""
-    for side in policy.sides:
-        check_head_dim(side.storage, config.head_dim)
-    if policy.kept and part != "target":
-        raise ConfigError(
-            f"the draft's quant_policy is {policy.name}, which names layers of the target; use "
-            f"{policy.everywhere.name} or none"
-        )
-    attention = [i for i, kind in enumerate(config.layer_types) if kind == "full_attention"]
-    wrong = [layer for layer in policy.kept if layer not in attention]
-    if wrong:
-        raise ConfigError(
-            f"quant_policy {policy.name:.60} keeps {_layers(wrong)} unquantised, which "
-            f"{'have' if len(wrong) > 1 else 'has'} no KV cache here; expected some of {_numbers(attention)}, the "
-            "target's attention layers"
-        )
-
-
-def _layers(numbers: list[int]) -> str:
-    return f"layer{'s' * (len(numbers) > 1)} {_numbers(numbers)}"
-
-
-def _numbers(numbers: list[int], most: int = 16) -> str:
-    return ", ".join(map(str, numbers[:most])) + ", …" * (len(numbers) > most)
 
 
 def plan_arguments(engine: EngineConfig, spec: SpecConfig) -> dict:

@@ -19,6 +19,8 @@ from mtplab.errors import CheckpointError
 DENSE = ("qwen3_5_text", "qwen3_5")
 MIXTURES = ("qwen3_5_moe_text", "qwen3_5_moe")
 MODEL_TYPES = (*DENSE, *MIXTURES)
+# what names on disk begin with: the text model's own, and inside the multimodal wrapper
+ROOTS = ("model.", "model.language_model.")
 # settings that would change the arithmetic, and the only value it is written for
 _REFUSED = {"attn_output_gate": True, "mtp_use_dedicated_embeddings": False}
 

@@ -17,7 +17,8 @@ from mtplab.checkpoint.config_json import stored_dtype
 from mtplab.checkpoint.text_table import aligned, as_bytes, html_table, printable
 from mtplab.config import DTYPES, MAX_DEPTH, EngineConfig, SpecConfig
 from mtplab.errors import CheckpointError, ConfigError
-from mtplab.models.asked import check_exclusions, check_policy, load_settings, plan_arguments
+from mtplab.models.asked import check_exclusions, load_settings, plan_arguments
+from mtplab.models.cache_fit import check_cache
 from mtplab.models.config import ModelConfig, parse_config
 from mtplab.models.held import DTYPE_BYTES, Held, held_weights, largest_product
 from mtplab.models.machine import available_memory
@@ -188,7 +189,7 @@ def memory(
     except CheckpointError as error:
         why = f"not run: {error}"
     weights = weights_in_memory(checkpoint, plan, engine, config)
-    caches = None if config is None else _caches(config, weights, engine, spec, batch, context, depth)
+    caches = None if config is None else _caches(checkpoint, config, weights, engine, spec, batch, context, depth)
     available, source = available_memory(engine.device)
     return Memory(str(checkpoint.path), weights, caches, why, plan.nbytes(), available, source)
 
@@ -221,17 +222,20 @@ def refuse_what_cannot_fit(checkpoint: Checkpoint, weights: Weights) -> None:
 
 
 def _caches(
-    c: ModelConfig, weights: Weights, engine: EngineConfig, spec: SpecConfig, batch: int, context: int, depth: int
-) -> Caches:
+    checkpoint: Checkpoint, c: ModelConfig, weights: Weights, engine: EngineConfig, spec: SpecConfig, batch: int,
+    context: int, depth: int,
+) -> Caches:  # fmt: skip
     policy = resolve_policy(engine.quant_policy)
     draft = policy.everywhere if spec.quant_policy is None else resolve_policy(spec.quant_policy)
-    check_policy(c, policy)
-    check_policy(c, draft, "draft")
+    check_cache(checkpoint, c, policy)
+    if c.draft_caches(depth):
+        check_cache(checkpoint, c, draft, "draft")
     deployed, size = DTYPE_BYTES[c.dtype], DTYPE_BYTES[weights.dtype]
     copies = weights.device.startswith("cpu")  # decoding on a GPU reads the codes themselves
     linear = c.layer_types.count("linear_attention")
     layers = [policy.at(i) for i, kind in enumerate(c.layer_types) if kind == "full_attention"]
-    layers += [draft.at(i) for i in range(c.draft_caches(depth))]
+    # here a head with a layer per depth has a cache for every draft, in an engine one for every layer
+    here, there = layers + [draft] * c.draft_caches(depth), layers + [draft] * (c.mtp_layers if depth else 0)
 
     def held(of: QuantPolicy) -> int:
         sides = (side.storage for side in of.sides)
@@ -243,7 +247,7 @@ def _caches(
     steps = depth + 2 if depth else 1
     return Caches(
         batch, context, depth, policy.name, draft.name,
-        sum(map(held, layers)),
-        sum(each.bytes_per_token(c.num_kv_heads, c.head_dim, deployed) for each in layers),
+        sum(map(held, here)),
+        sum(each.bytes_per_token(c.num_kv_heads, c.head_dim, deployed) for each in there),
         linear * (convolution + steps * recurrent),
     )  # fmt: skip

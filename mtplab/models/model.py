@@ -15,8 +15,9 @@ from mtplab.checkpoint import Checkpoint, Plan, open_checkpoint
 from mtplab.checkpoint.strict_json import read_json_object
 from mtplab.config import EngineConfig, SpecConfig
 from mtplab.errors import CheckpointError, ConfigError, not_text
-from mtplab.models.asked import check_exclusions, check_policy, load_settings, plan_arguments
+from mtplab.models.asked import check_exclusions, load_settings, plan_arguments
 from mtplab.models.cache import DeltaState, KVCache
+from mtplab.models.cache_fit import check_policy
 from mtplab.models.config import ModelConfig, parse_config
 from mtplab.models.head import Head
 from mtplab.models.machine import give_back, shortage_said
@@ -123,10 +124,6 @@ class Model:
         kinds = enumerate(c.layer_types)
         return [chosen.at(i).bytes_per_token(*size) if kind == "full_attention" else 0 for i, kind in kinds]
 
-    def check_policy(self, policy: QuantPolicy, part: str = "target") -> None:
-        """Raises ConfigError where this model's cache cannot be kept so, of the target or the draft."""
-        check_policy(self.config, policy, part)
-
     def state_bytes(self) -> int:
         """Bytes of delta-rule state per sequence: it does not grow with the context and is never quantised."""
         c = self.config
@@ -139,7 +136,7 @@ class Model:
     ) -> list[KVCache | DeltaState]:
         """Empty caches, one per layer of the target; `kernels`: for a run that decodes with them. Raises ConfigError
         for a policy that does not fit, or whose scales are not there (`decode/calibration.py` finds them)."""
-        self.check_policy(policy)
+        check_policy(self.config, policy)
         return [
             self._kv_cache(batch, capacity, policy, kernels, layer)
             if kind == "full_attention"
@@ -152,8 +149,8 @@ class Model:
     ) -> list[KVCache]:
         """The head's empty caches for drafting to this depth: one, or one for each step (`head.py`). Raises ConfigError
         likewise."""
-        self.check_policy(policy, "draft")
         c = self.config
+        check_policy(c, policy, "draft")
         return [
             self._kv_cache(batch, capacity, policy, kernels, step % c.mtp_layers)
             for step in range(c.draft_caches(depth))

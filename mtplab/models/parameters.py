@@ -17,6 +17,7 @@ from mtplab.checkpoint import Checkpoint, Plan, TensorInfo
 from mtplab.checkpoint.experts import single_experts
 from mtplab.checkpoint.values import plain_bands
 from mtplab.errors import CheckpointError
+from mtplab.models.config import ROOTS
 from mtplab.quant.block import BLOCK, ScaledTensor, Unread, quantize_block
 from mtplab.quant.experts import Experts, make_experts
 from mtplab.quant.linear import LinearWeight, PackedLinear
@@ -25,9 +26,6 @@ from mtplab.quant.rounding import Rounding
 
 # called with `multiple=` rows: (first row, row after the last, float32 [rows, k]), again and again
 Bands = Callable[..., Iterator[tuple[int, int, Tensor]]]
-
-# the text tower's names, alone or inside the multimodal wrapper
-_ROOTS = ("model.", "model.language_model.")
 
 
 class Parameters:
@@ -38,11 +36,11 @@ class Parameters:
     ):
         self.checkpoint, self.plan, self.dtype, self.device = checkpoint, plan, dtype, device
         self.activation_rounding = activation_rounding
-        found = [r for r in _ROOTS if f"{r}embed_tokens.weight" in checkpoint.tensors]
+        found = [r for r in ROOTS if f"{r}embed_tokens.weight" in checkpoint.tensors]
         if len(found) != 1:
             raise CheckpointError(
                 f"{checkpoint.path}: found {'both' if found else 'neither'} of "
-                f"{' and '.join(f'{r}embed_tokens.weight' for r in _ROOTS)}; expected exactly one, the embedding of "
+                f"{' and '.join(f'{r}embed_tokens.weight' for r in ROOTS)}; expected exactly one, the embedding of "
                 "the text model"
             )
         self.root = found[0]

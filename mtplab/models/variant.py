@@ -46,9 +46,11 @@ def with_exclusions(model: Model, exclude: Any, draft_exclude: Any = None, model
 
 
 def exchanged(
-    model: Model, swap: Callable[[PackedLinear], PackedLinear], experts: Callable[[Experts], Experts]
+    model: Model,
+    swap: Callable[[PackedLinear], PackedLinear],
+    experts: Callable[[Experts], Experts] = lambda experts: experts,
 ) -> tuple[Target, Head | None]:
-    """The target and the head with other packed linear layers and other experts, everything else shared."""
+    """The target and the head with other packed linear layers (and other experts), everything else shared."""
     layers = [_layer(each, swap, experts) for each in model.target.layers]
     target = replace(model.target, layers=layers, head=swap(model.target.head))
     if model.draft is None:

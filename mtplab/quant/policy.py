@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     # of a layer: the scales of K and of V, float32 [1] or [h_kv], None where there are none
     Pair = tuple[Tensor | None, Tensor | None]
 
-__all__ = ["GRAMMAR", "POLICIES", "SCALES", "QuantPolicy", "Side", "Storage", "check_head_dim", "resolve_policy"]
+__all__ = ["GRAMMAR", "POLICIES", "SCALES", "QuantPolicy", "Side", "Storage", "resolve_policy"]
 
 GRAMMAR = "a name, K/V as in int8/int4, scales as in fp8_e4m3:calibrated, layers kept unquantised as in int8@3+7"
 SCALES = ("calibrated", "calibrated-head", "checkpoint")
@@ -45,6 +45,16 @@ class Storage:
     def float8(self) -> bool:
         """Whether codes are FP8 numbers, which a scale may go with."""
         return self.name.startswith("fp8")
+
+    def check_head_dim(self, d: int) -> None:
+        """Raises ConfigError where rows of d values cannot be stored so."""
+        if self.name == "turboquant" and (d < 4 or d & (d - 1)):
+            raise ConfigError(
+                f"quant_policy {self.name} rotates rows of a power of two from 4 on, but head_dim is {d}; use int4 or "
+                "int8"
+            )
+        if self.name == "int4" and d % 2:
+            raise ConfigError(f"quant_policy {self.name} packs pairs, but head_dim is {d}; use int8")
 
 
 @dataclass(frozen=True)
@@ -204,17 +214,6 @@ def resolve_policy(policy: str | int | QuantPolicy) -> QuantPolicy:
     if found.kept and not found.quantised:
         raise ConfigError(f"quant_policy {policy!r:.60} keeps layers unquantised of a cache that is; use none")
     return found
-
-
-def check_head_dim(storage: Storage, d: int) -> None:
-    """Raises ConfigError where rows of d values cannot be stored so."""
-    if storage.name == "turboquant" and (d < 4 or d & (d - 1)):
-        raise ConfigError(
-            f"quant_policy {storage.name} rotates rows of a power of two from 4 on, but head_dim is {d}; use int4 or "
-            "int8"
-        )
-    if storage.name == "int4" and d % 2:
-        raise ConfigError(f"quant_policy {storage.name} packs pairs, but head_dim is {d}; use int8")
 
 
 def _side(text: str, which: int, policy: str) -> Side:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
-from mtplab.study.acceptance_views import set_drawing
+from mtplab.drawing import set_drawing
 
 _WHERE = {
     "Picture": "picture",

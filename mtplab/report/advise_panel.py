@@ -13,13 +13,12 @@ from typing import Any
 import ipywidgets as widgets
 
 from mtplab.errors import MtplabError
-from mtplab.quant.policy import POLICIES
 from mtplab.report.advise_figures import advice_pictures
 from mtplab.report.advise_table import advice_table
 from mtplab.report.panels import Panel, Progress
 from mtplab.report.text import escape
 from mtplab.study.advice import advise, best_map
-from mtplab.study.cost import Setting
+from mtplab.study.cost import CACHES, Setting
 from mtplab.study.curve import Curve
 from mtplab.study.gpus import GPUS, gpu
 from mtplab.study.model_sizes import WEIGHTS, weights
@@ -68,8 +67,7 @@ class AdvisePanel(Panel):
             "weights": choice("Weights", list(WEIGHTS), "fp8"),
             "gpu": choice("GPU", list(GPUS), "H200 SXM"),
             "tp": choice("GPUs that share a layer", [1, 2, 4, 8, 16], 1),
-            # the cost model knows bytes, and nothing of a rotation's time
-            "cache": choice("KV cache", [name for name in POLICIES if name != "turboquant"], "none"),
+            "cache": choice("KV cache", CACHES, "none"),
             "batch": choice("Batch", BATCHES, 8),
             "context": choice("Context", CONTEXTS, 4096),
             "curve": choice("Acceptance", curves, curves[-1][1]),

@@ -212,15 +212,23 @@ def _failed_table(against: Against) -> Table:
 
 def _left_over(against: Against) -> Table:
     """Rows without a partner, one line for each setting."""
+    sides = [
+        (source, rows)
+        for source, rows in ((against.base, against.matched.only_base), (against.other, against.matched.only_other))
+        if rows
+    ]
+    # a column each: cut to one cell, settings would differ where they cannot be read
+    columns = list(dict.fromkeys(each for source, _ in sides for each in _telling(source.rows)))
     body = []
-    for source, rows in ((against.base, against.matched.only_base), (against.other, against.matched.only_other)):
+    for source, rows in sides:
         settings: dict[tuple[str, ...], list[int]] = {}
         for row in rows:
-            words = [f"{title} {one_line(read(row))}" for title, read in _telling(source.rows)]
-            settings.setdefault((one_line(source.name, NAME), " · ".join(words) or "all"), []).append(row.depth)
+            key = (one_line(source.name, NAME), *(one_line(read(row)) for _, read in columns))
+            settings.setdefault(key, []).append(row.depth)
         body += [[*key, ", ".join(map(str, depths))] for key, depths in settings.items()]
     more = f"and {len(body) - _LINES} more settings" if len(body) > _LINES else ""
-    return Table("Without a partner", ["in", "settings", "depths"], body[:_LINES], 3, more)
+    head = ["in", *(title for title, _ in columns), "depths"]
+    return Table("Without a partner", head, body[:_LINES], len(head), more)
 
 
 # what the tables share

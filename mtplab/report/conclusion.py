@@ -10,8 +10,9 @@ from collections.abc import Callable
 from statistics import median
 from typing import Any
 
+from mtplab.quant.policy import resolve_policy
 from mtplab.report.palette import GREEN
-from mtplab.report.rows import Record, as_records, at_temperature, setting_words
+from mtplab.report.rows import Record, as_records, at_temperature, besides, setting_words
 from mtplab.report.text import escape, human_bytes
 from mtplab.study.hint import faint_draft
 from mtplab.study.interval import change_error
@@ -30,10 +31,12 @@ class Conclusion:
     """Sentences on depth, time, cache and exclusions at one temperature, for a reader who wants the upshot.
 
     A ± is half a 95 % interval over prompts (`mtplab.study.interval`), and settings are compared prompt by prompt.
+    Exclusions and caches are compared within one checkpoint, set of prompts and way of running: the reference's.
 
     Args:
         rows: rows of a sweep, or dicts with the same fields.
-        reference: exclusion label and cache policy that the others are compared with; the first row's when None.
+        reference: exclusion label and cache policy that the others are compared with, of the first row that has them;
+            the first row's when None.
         other_batch: rows whose seconds say what a round costs at another batch; their acceptance is not looked at, for
             it needs more prompts than a small batch has.
     """
@@ -41,24 +44,21 @@ class Conclusion:
     def __init__(self, rows: Any, reference: tuple[str, str] | None = None, other_batch: Any = ()):
         found = [r for r in as_records(rows) if r.get("error") is None and r.get("acceptance_length") is not None]
         self.records = at_temperature(found)
-        if reference is None and self.records:
-            first = self.records[0]
-            reference = (first["exclude_label"], first["policy_label"])
-        elif reference is not None:
-            reference = (reference[0], cache_words(reference[1]))
-        self.reference = reference
+        if reference is not None:
+            reference = (reference[0], cache_words(resolve_policy(reference[1]).name))
+        first = next((r for r in self.records if reference in (None, _setting(r))), None)
+        self.reference = reference if first is None else _setting(first)
+        self._alike = [] if first is None else [r for r in self.records if besides(r) == besides(first)]
         self._other_batch = at_temperature(as_records(other_batch))
         self._compared: list[bool] = []  # of each comparison, whether chance explains it
         # what a round takes against what it gives, and the depths that are fastest, on this machine at each batch
-        times = (self._time_of(self.records), self._time_of(self._other_batch))
-        judged = (*self._broken(), self._faint(), self._length(), self._quality())
+        times = (self._time_of(self._alike), self._time_of(self._other_batch))
+        judged = (*self._broken(), self._others_left_out(), self._faint(), self._length(), self._quality())
         parts = (*judged, *times, self._odd(), self._cache(), self._exclusions(), self._chance())
         self.sentences = [sentence for sentence in parts if sentence]
 
     def _line(self, exclude: str, policy: str) -> dict[int, Record]:
-        return {
-            r["depth"]: r for r in self.records if r.get("exclude_label") == exclude and r["policy_label"] == policy
-        }
+        return {r["depth"]: r for r in self._alike if _setting(r) == (exclude, policy)}
 
     def _reference_line(self) -> dict[int, Record]:
         return self._line(*self.reference) if self.reference else {}
@@ -67,6 +67,18 @@ class Conclusion:
         """High acceptance over a broken target is no finding about drafts."""
         told = sentences(self.records)
         return [*told, f"{CRITERION}."] if told else []
+
+    def _others_left_out(self) -> str:
+        """Rows of other checkpoints or prompts are no other exclusions or caches."""
+        left = len(self.records) - len(self._alike)
+        if not left or not self._alike:
+            return ""
+        mine = self._alike[0]
+        name = ", ".join(str(mine[key]) for key in ("checkpoint", "prompt_set", "method") if mine.get(key))
+        return (
+            f"Depths, times, caches and exclusions are compared within {name}; {left} row{'s' * (left > 1)} of another "
+            "checkpoint, other prompts or another way of running cannot be (mtplab compare puts them side by side)."
+        )
 
     def _quality(self) -> str:
         """What each setting's target is worth beside the unquantised one."""
@@ -128,7 +140,7 @@ class Conclusion:
 
     def _cache(self) -> str:
         said = self._others("KV caches", "policy_label", lambda r: r["policy_label"], _kv_share)
-        state = next((r["state_bytes"] for r in self.records if r.get("state_bytes")), 0)
+        state = next((r["state_bytes"] for r in self._alike if r.get("state_bytes")), 0)
         if said and state:
             said += f" The rest is the recurrent state, {human_bytes(state)} a sequence, which no policy touches."
         return said
@@ -143,7 +155,7 @@ class Conclusion:
             return ""
         depth = max(line)
         base, parts = line[depth], []
-        for label in dict.fromkeys(r[key] for r in self.records):
+        for label in dict.fromkeys(r[key] for r in self._alike):
             pair = (label, self.reference[1]) if key == "exclude_label" else (self.reference[0], label)
             other = self._line(*pair).get(depth)
             if other is not None and label != base[key]:
@@ -178,6 +190,10 @@ class Conclusion:
 
     def __repr__(self) -> str:
         return " ".join(self.sentences) or _NOTHING
+
+
+def _setting(record: Record) -> tuple[str | None, str]:
+    return record.get("exclude_label"), record["policy_label"]
 
 
 def _growth(line: dict[int, Record]) -> str:
@@ -232,7 +248,7 @@ def _weights(record: Record) -> str:
     whole["as stored"] = "the weights as stored"
     if "(draft: " in words:
         return words
-    return whole.get(words, f"{record['weights_label']} kept out of FP8")
+    return whole.get(words, f"{words} kept out of FP8")
 
 
 def _kv_share(other: Record, base: Record) -> str:

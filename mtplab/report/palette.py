@@ -1,7 +1,8 @@
 """One colour-blind-safe palette for figures, explorer and report.
 
-The colours are those of Okabe and Ito, "Color Universal Design" (2008). In every
-figure colour says the cache policy, marker and dash the exclusion set; a storage dtype has its own number in the cell.
+The colours are those of Okabe and Ito, "Color Universal Design" (2008), and past seven of Tol's "muted" (2021). In
+every figure colour says the cache policy, marker and dash the exclusion set; a storage dtype has its own number in the
+cell.
 
 This module knows no figure, no row and no checkpoint.
 """
@@ -16,7 +17,7 @@ BLUE, VERMILLION, GREEN, PURPLE = "#0072B2", "#D55E00", "#009E73", "#CC79A7"
 ORANGE, SKY, YELLOW, BLACK = "#E69F00", "#56B4E9", "#F0E442", "#000000"
 
 #: Order in which series take colours; yellow is left out, for it vanishes on white paper.
-SERIES = (BLUE, VERMILLION, GREEN, PURPLE, ORANGE, SKY, "#6B6B6B")
+SERIES = (BLUE, VERMILLION, GREEN, PURPLE, ORANGE, SKY, "#6B6B6B", "#332288", "#882255", "#999933")
 
 #: The cache policies that are named alone keep their colour in every figure, whichever of them a study has.
 POLICY_COLOURS = {
@@ -58,7 +59,7 @@ def policy_colours(policies: Iterable[str]) -> dict[str, str]:
         policies: labels in the order they should be drawn in; a label may name a pair ("int8 / draft none").
 
     Returns:
-        label -> "#RRGGBB", in the same order. Colours repeat only past the seventh label.
+        label -> "#RRGGBB", in the same order. Colours repeat only past the tenth label.
     """
     labels = list(dict.fromkeys(policies))
     taken = {POLICY_COLOURS[label] for label in labels if label in POLICY_COLOURS}

@@ -20,6 +20,7 @@ __all__ = [
     "Record",
     "as_records",
     "at_temperature",
+    "besides",
     "group_series",
     "policy_label",
     "setting_words",
@@ -31,7 +32,9 @@ Record = dict[str, Any]
 #: What is added to a row for display, and left out where rows are taken home.
 LABELS = ("policy_label", "weights_label", "series", "length_error", "domain_errors", "odd_timing", "target_fault")
 
-_TELLING = ("method", "prompt_set", "seed", "top_k", "top_p")
+_TELLING = ("method", "prompt_set", "max_new_tokens", "seed", "top_k", "top_p")
+# likewise, of what provenance has of a row's point
+_TELLING_FACTS = ("draft_sampling", "target_hidden", "draft_hidden", "ignore_eos", "exact", "dtype")
 
 
 def as_records(rows: Any) -> list[Record]:
@@ -65,10 +68,21 @@ def as_records(rows: Any) -> list[Record]:
     for record in records:
         files.setdefault(record.get("source"), []).append(record)
     several = any(len({_origin(record) for record in found}) > 1 for found in files.values())
-    also = [key for key in _TELLING if any(len({str(r.get(key)) for r in found}) > 1 for found in files.values())]
+    # some are set to one value at temperature 0, where nothing looks at them: that tells no lines apart
+    alike: dict[Any, list[Record]] = {}
+    for record in records:
+        alike.setdefault((record.get("source"), record.get("temperature")), []).append(record)
+    also = [key for key in _TELLING if any(len({str(r.get(key)) for r in found}) > 1 for found in alike.values())]
+    also += [key for key in _TELLING_FACTS if any(len(_known(found, key)) > 1 for found in alike.values())]
+    contents: dict[Any, set[str]] = {}
+    for record in records:
+        contents.setdefault((record.get("source"), _origin(record)), set()).update(filter(None, [_content(record)]))
     for record in records:
         record["policy_label"] = policy_label(record)
-        told = [_told(key, record.get(key)) for key in also]
+        # one name for two contents: the checkpoint changed between two sweeps
+        changed = len(contents[record.get("source"), _origin(record)]) > 1
+        told = [_content(record)[:17]] if changed else []
+        told += [_told(key, _value(record, key)) for key in also if _value(record, key) is not None]
         file = [str(record["source"])] if len(files) > 1 else []
         record["weights_label"] = " · ".join([*file, weights_label(record, with_origin=several), *told])
         record["series"] = f"{record['weights_label']} · {record['policy_label']} cache"
@@ -112,7 +126,36 @@ def _origin(record: Mapping[str, Any]) -> str:
 
 
 def _told(key: str, value: Any) -> str:
+    if key == "max_new_tokens":
+        return f"{value} tokens"
     return str(value) if key in ("method", "prompt_set") else f"{key} {value}"
+
+
+def _value(record: Mapping[str, Any], key: str) -> Any:
+    """A setting, or a fact of the row's point."""
+    return record[key] if key in record else _fact(record, key)
+
+
+def _fact(record: Mapping[str, Any], key: str) -> Any:
+    about = record.get("provenance")
+    config = about.get("config") if isinstance(about, Mapping) else None
+    return config.get(key) if isinstance(config, Mapping) else None
+
+
+def _content(record: Mapping[str, Any]) -> str:
+    """The checkpoint's content hash; empty where the row does not say."""
+    return str(_fact(record, "checkpoint") or "")
+
+
+def _known(records: Iterable[Mapping[str, Any]], key: str) -> set[str]:
+    return {str(value) for record in records if (value := _value(record, key)) is not None}
+
+
+def besides(record: Mapping[str, Any]) -> tuple[str, ...]:
+    """What two rows must share to be compared by exclusions and caches: file, checkpoint and its content, prompts, and
+    how they were run."""
+    keys = ("source", "checkpoint", "n_prompts", *_TELLING, *_TELLING_FACTS, "prompt_digest")
+    return *(str(_value(record, key)) for key in keys), _content(record)
 
 
 def at_temperature(records: list[Record], temperature: float | None = None) -> list[Record]:

@@ -37,11 +37,11 @@ _COLUMN = {"width": "min(480px, 100%)", "overflow": "visible"}
 
 
 def module_globs(plan: Any) -> list[str]:
-    """Globs worth offering for a plan: one per kind of linear module over all layers, then (if few) every module.
+    """Globs worth offering for a plan: one per kind of module that multiplies, then (if few) every such module.
 
     Names are as they stand on disk; `*.mlp.down_proj` stands for that module in every layer, the draft's too.
     """
-    linear = [module.name for module in plan.modules if module.kind == "linear"]
+    linear = [module.name for module in plan.modules if module.multiplies]
     kinds: dict[str, int] = {}
     for name in linear:
         if ".layers." in name or name.startswith("layers."):

@@ -36,7 +36,9 @@ def html_table(
         )
 
     lines = "".join(f"<tr>{line(row, 'td')}</tr>" for row in body)
-    title = f'<caption style="text-align:left;font-weight:600">{escape(caption)}</caption>' if caption else ""
+    # a caption is as wide as its table, and may lie outside the box in part: its lines are not
+    words = f'<span style="display:block;max-width:46em">{escape(caption)}</span>'
+    title = f'<caption style="text-align:left;font-weight:600">{words}</caption>' if caption else ""
     return (
         '<div class="mtplab-table" tabindex="0" role="region" style="overflow:auto;max-width:100%;'
         f'max-height:{height}" '

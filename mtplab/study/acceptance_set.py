@@ -139,9 +139,9 @@ class AcceptanceSet:
             "schedule": f"Depth {low} before position {switch} of the context (ring), {high} from there on",
         }
         notes = {
-            "gate": "Line: thresholds from 0 to 1; thin: fixed depths. A chain past its miss is not known: points "
+            "gate": "Line: thresholds from 0 to 1; dotted: fixed depths. A chain past its miss is not known: points "
             "stand at the most drafts there may be, bars to the left reach to the least.",
-            "schedule": "Line: the switch at other positions; thin: fixed depths.",
+            "schedule": "Line: the switch at other positions; dotted: fixed depths.",
         }
         said = [notes.get(name, "")]
         if any(any(line.few) for line in lines if line.kind == "measured"):
@@ -205,7 +205,10 @@ class AcceptanceSet:
 
     def __repr__(self) -> str:
         deepest = self.depths[-1]
-        return f"<AcceptanceSet: {self._prompts} prompts, temperatures {self.temperatures}, depths 0 to {deepest}>"
+        some = [f"{one.temperature:g}" for one in self if one.approximate]
+        said = f", approximate at {', '.join(some)}: the output was given" if some else ""
+        about = f"{self._prompts} prompts, temperatures {self.temperatures}, depths 0 to {deepest}"
+        return f"<AcceptanceSet: {about}{said}>"
 
     def __str__(self) -> str:
         header, lines = self._cells()

@@ -1,7 +1,7 @@
 """Views of traced acceptance as lines of numbers: by depth, position, context, domain, under a gate or a schedule.
 
-A view is what a figure, a panel or a frame shows of an `AcceptanceSet`. What draws it registers itself here: this room
-does not know figures.
+A view is what a figure, a panel or a frame shows of an `AcceptanceSet`. This room does not know figures
+(`mtplab/drawing.py`).
 """
 
 from __future__ import annotations
@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from mtplab.drawing import drawn
 from mtplab.errors import ConfigError
 from mtplab.study.bootstrap import ratio_interval
 
 if TYPE_CHECKING:
     from mtplab.study.acceptance import Acceptance
 
-__all__ = ["VIEWS", "Choice", "Line", "View", "lines_of", "set_drawing"]
+__all__ = ["VIEWS", "Choice", "Line", "View", "lines_of"]
 
 #: name → what it shows
 VIEWS = {
@@ -33,15 +34,6 @@ FEW_ROUNDS = 50  # below that a share says little: at 50 % it is ± 14 points ev
 GATES = tuple(step / 10 for step in range(11))
 SWITCHES = 9  # positions at which a schedule's line is worked out
 BIN = 16  # positions of the context that share a point
-
-_drawing: Callable[[View], Any] | None = None
-
-
-def set_drawing(draw: Callable[[View], Any]) -> None:
-    """Says what `View.plot` calls; `mtplab.report` does so when it is imported."""
-    global _drawing
-    _drawing = draw
-
 
 @dataclass(frozen=True)
 class Line:
@@ -63,6 +55,7 @@ class Line:
     least: tuple[float, ...] | None = None
     chosen: int | None = None
     setting: tuple[float, ...] | None = None  # the gate or the switch of each point
+    approximate: bool = False  # of an output that was given (`Trace.approximate`)
 
 
 @dataclass(frozen=True)
@@ -78,15 +71,16 @@ class View:
     share: bool = False
 
     def to_records(self) -> list[dict[str, Any]]:
-        """One dictionary a point: view, kind, temperature, domain, setting (a gate's or schedule's), x, value, low,
-        high, few."""
+        """One dictionary a point: view, kind, temperature, domain, approximate, setting (a gate's or schedule's), x,
+        value, low, high, few."""
         found = []
         for line in self.lines:
             settings = line.setting or (None,) * len(line.x)
             for setting, *point in zip(settings, line.x, line.y, line.low, line.high, line.few, strict=True):
                 names = ("x", "value", "low", "high", "few")
                 about = {"view": self.name, "kind": line.kind, "temperature": line.temperature, "domain": line.domain}
-                found.append(about | {"setting": setting} | dict(zip(names, point, strict=True)))
+                about |= {"approximate": line.approximate, "setting": setting}
+                found.append(about | dict(zip(names, point, strict=True)))
         return found
 
     def to_frame(self) -> Any:
@@ -99,9 +93,7 @@ class View:
 
     def plot(self) -> Any:
         """The view as a picture. Raises ConfigError before `mtplab.report` is imported, which draws it."""
-        if _drawing is None:
-            raise ConfigError("nothing draws views yet: `import mtplab.report` first, or take to_frame()")
-        return _drawing(self)
+        return drawn(self)
 
 
 @dataclass(frozen=True)
@@ -129,6 +121,7 @@ def _line(found: Acceptance, domain: str | None, x: Sequence[float], sums: Seque
         low.append(span[0])
         high.append(span[1])
         few.append(total < FEW_ROUNDS)
+    more["approximate"] = found.approximate
     return Line(found.temperature, domain, tuple(x), tuple(y), tuple(low), tuple(high), tuple(few), **more)
 
 

@@ -29,6 +29,10 @@ def _span(span: tuple[float, float] | None) -> str:
     return "" if span is None else f" ({span[0]:.2f} to {span[1]:.2f})"
 
 
+def _signed(value: float) -> str:
+    return f"{value:+.2f}".replace("-", "−")
+
+
 def _of_temperature(found: AcceptanceSet, deepest: int) -> str:
     each = []
     for one in found:
@@ -37,8 +41,8 @@ def _of_temperature(found: AcceptanceSet, deepest: int) -> str:
             return "No prompt gave a round: nothing can be said of acceptance."
         enough = next(depth for depth in found.depths if (one.length(depth) or 1.0) >= length * (1 - FLAT))
         each.append(
-            f"{length:.2f}{_span(one.interval(deepest))} at temperature {one.temperature:g}, within {FLAT:.0%} of that "
-            f"from depth {enough} on"
+            f"{length:.2f}{_span(one.interval(deepest))} at temperature {one.temperature:g}, within {100 * FLAT:g} % "
+            f"of that from depth {enough} on"
         )
     return f"At depth {deepest} a round gives {'; '.join(each)}."
 
@@ -57,9 +61,9 @@ def _of_domain(found: AcceptanceSet, temperature: float, deepest: int) -> str:
     sure = (
         "too few prompts to say whether that is chance"
         if span is None
-        else f"a difference of {span[0]:.2f} to {span[1]:.2f}, beyond chance for these two taken alone"
+        else f"a difference of {_signed(span[0])} to {_signed(span[1])}, beyond chance for these two taken alone"
         if span[0] > 0
-        else f"a difference of {span[0]:.2f} to {span[1]:.2f}, within chance"
+        else f"a difference of {_signed(span[0])} to {_signed(span[1])}, within chance"
     )
     return (
         f"At temperature {temperature:g}, {high} is the easiest domain ({known[high]:.2f}) and {low} the hardest "
@@ -79,10 +83,10 @@ def _of_position(found: AcceptanceSet, temperature: float, deepest: int) -> str:
         (columns[last + 1], columns[last]), (columns[first + 1], columns[first]), paired=True
     )
     chance = span is None or span[0] <= 0 <= span[1]
-    way = "no further than chance from" if chance else "below" if span[1] < 0 else "above"
+    way = "within chance of" if chance else "below" if span[1] < 0 else "above"
     return (
-        f"Given that all drafts before it were right, draft {last + 1} is right in {line.y[last]:.0%} of rounds, which "
-        f"is {way} the {line.y[first]:.0%} of draft {first + 1}."
+        f"At temperature {temperature:g}, where all drafts before it were right, draft {last + 1} is right in "
+        f"{100 * line.y[last]:.0f} % of rounds, which is {way} the {100 * line.y[first]:.0f} % of draft {first + 1}."
     )
 
 
@@ -101,8 +105,8 @@ def _of_context(found: AcceptanceSet, temperature: float, deepest: int) -> str:
     span = change_interval((t1, r1), (t0, r0), paired=True)
     sure = "within chance" if span is None or span[0] <= 0 <= span[1] else "beyond chance"
     return (
-        f"Rounds that begin at token {middle} or later give {t1.sum() / r1.sum():.2f} tokens, those before it "
-        f"{t0.sum() / r0.sum():.2f}: {sure}."
+        f"At temperature {temperature:g}, rounds that begin at token {middle} or later give "
+        f"{t1.sum() / r1.sum():.2f} tokens, those before it {t0.sum() / r0.sum():.2f}: {sure}."
     )
 
 
@@ -116,11 +120,14 @@ def _of_plan(found: AcceptanceSet, temperature: float, deepest: int, name: str) 
     most, at = _gain(plan, plan.x, fixed)
     against = "tokens a round against a fixed depth with as many drafts"
     if plan.least is None:
-        return f"Depth 1 first and {deepest} later gives at best {most:+.2f} {against} (switch at token {at:g})."
+        return (
+            f"At temperature {temperature:g}, depth 1 first and {deepest} later gives at best {_signed(most)} "
+            f"{against} (switch at token {at:g})."
+        )
     least, where = _gain(plan, plan.least, fixed)
     return (
-        f"The best confidence gate gives {most:+.2f} {against} if every chain goes on past its miss (threshold {at:g}) "
-        f"and {least:+.2f} if none does (threshold {where:g})."
+        f"At temperature {temperature:g}, the best confidence gate gives {_signed(most)} {against} if every chain goes "
+        f"on past its miss (threshold {at:g}) and {_signed(least)} if none does (threshold {where:g})."
     )
 
 

@@ -13,6 +13,7 @@ from typing import Any
 from mtplab.errors import ConfigError
 from mtplab.study.cost import BINDS, RoundCost, Setting, round_cost
 from mtplab.study.curve import Curve
+from mtplab.study.words import cache_words
 
 __all__ = ["MARGIN", "Advice", "Cell", "DepthLine", "advise", "best_map"]
 
@@ -68,8 +69,8 @@ class Advice:
         s, plain = self.setting, self.lines[0]
         where = f"{s.tp} × {s.gpu.name}" if s.tp > 1 else s.gpu.name
         first = (
-            f"{s.sizes.name} with {s.weights.name} weights on {where}, batch {self.batch}, context {self.context}: "
-            "plain "
+            f"{s.sizes.name} with {s.weights.name} weights on {where}, KV cache {cache_words(s.cache)}, batch "
+            f"{self.batch}, context {self.context}: plain "
             f"decoding takes {plain.cost.seconds * 1e3:.2f} ms a round, {plain.tokens_per_second:.0f} tokens/s; "
             f"{plain.cost.parts[plain.cost.binds] / plain.cost.seconds:.0%} of it is "
             f"{plain.cost.words(plain.cost.binds)}."
@@ -103,6 +104,8 @@ class Advice:
             said += " That is within what the model can tell from no gain."
         elif others:
             said += f" Depth {_listed(others)} lies within {MARGIN - 1:.0%} of it, closer than the model can tell."
+        if best.depth == drafted[-1].depth:
+            said += " Acceptance is known no deeper: more may pay better."
         return said
 
     @property
@@ -178,7 +181,7 @@ def _growth(plain: RoundCost, other: RoundCost) -> str:
     grown = {key: other.parts[key] - plain.parts[key] for key in BINDS}
     first = sorted(grown, key=lambda key: -grown[key])[:2]
     said = " and ".join(f"{grown[key] * 1e3:.2f} go to {other.words(key)}" for key in first if grown[key] > 0)
-    return f"of the {more * 1e3:.2f} ms more, {said}; the draft steps take {other.draft * 1e3:.2f} in all"
+    return f"of the {more * 1e3:.2f} ms more, {said}; the draft steps take {other.draft * 1e3:.2f} ms in all"
 
 
 def _listed(depths: Sequence[int]) -> str:

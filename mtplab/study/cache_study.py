@@ -7,6 +7,7 @@ was kept. Uses `quality.py` and `trace.py`; measures nothing itself, and knows n
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -189,6 +190,7 @@ def compare_caches(
     Raises ConfigError as `mtplab.trace` and `quality` do, Cancelled where `cancel` was set.
     """
     from mtplab.decode import Cancelled
+    from mtplab.models.cache_fit import check_cache
     from mtplab.quant.policy import resolve_policy
 
     if model.draft is None:
@@ -201,6 +203,9 @@ def compare_caches(
     targets = list(dict.fromkeys(resolve_policy(policy).name for policy in policies))
     extra = [resolve_policy(policy).name for policy in draft_policies]
     drafts = {name: list(dict.fromkeys([resolve_policy(name).everywhere.name, *extra])) for name in targets}
+    for part, names in (("target", [targets]), ("draft", drafts.values())):
+        for name in dict.fromkeys(itertools.chain(*names)):
+            check_cache(model.checkpoint, model.config, resolve_policy(name), part)
     ids = calibration_ids([*targets, *extra], model.encode, calibration)
     chosen = load_prompts(prompts)
     given = [list(one) for one in chosen.encoded(model.encode)]

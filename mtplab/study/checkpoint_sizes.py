@@ -26,6 +26,8 @@ _KEYS = {
     "top": ("num_experts_per_tok",),
     "expert_inner": ("moe_intermediate_size",),
     "dense": ("first_k_dense_replace",),
+    # other families' counts do not say whether a layer is a depth, nor whether each has a projection of its own
+    "draft_layers": ("mtp_num_hidden_layers",),
 }
 # where the layers with experts are otherwise
 _EVERY = ("decoder_sparse_step", "mlp_only_layers", "moe_layer_freq")
@@ -69,7 +71,7 @@ def sizes_of(checkpoint: Checkpoint) -> ModelSizes:
     tied = text.get("tie_word_embeddings", outer.get("tie_word_embeddings", False)) is True
     return ModelSizes(
         checkpoint.path.name, hidden, read("vocabulary"), attention, full, f"{checkpoint.path.name}/config.json", delta,
-        layers - full, read("inner", 0), experts, dense, tied,
+        layers - full, read("inner", 0), experts, dense, tied, max(1, read("draft_layers", 0)),
     )  # fmt: skip
 
 

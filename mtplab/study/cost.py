@@ -1,8 +1,10 @@
 """What a speculative round takes on a GPU, from a roofline of its operations: a model, not a measurement.
 
 A round at depth k verifies k + 1 tokens of each of b sequences, and drafts k: once over the k + 1 slots that were just
-verified, then k − 1 times over one slot a sequence. Each product takes a fixed latency and then its bytes at the rate
-of the memory or its operations at that of the matrix unit, whichever is longer (Williams, Waterman, Patterson, 2009).
+verified, then k − 1 times over one slot a sequence. A head with a layer per depth reads, in each of its k steps, those
+slots and the k − 1 before them, whose later tokens were drafts until now (`models/head.py`). Each product takes a fixed
+latency and then its bytes at the rate of the memory or its operations at that of the matrix unit, whichever is longer
+(Williams, Waterman, Patterson, 2009).
 What no datasheet has (latencies, what kernels reach of the limits) are `Constants`, which a measurement can replace.
 
 Left out: prompts, embedding rows, router imbalance, what overlaps on other streams, batches that change. Knows no
@@ -16,12 +18,16 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from mtplab.errors import ConfigError
+from mtplab.quant.policy import POLICIES, resolve_policy
 from mtplab.study.gpus import Gpu
 from mtplab.study.model_sizes import Attention, Format, ModelSizes, Weights
 
-__all__ = ["ASSUMED", "BINDS", "Constants", "RoundCost", "Setting", "round_cost"]
+__all__ = ["ASSUMED", "BINDS", "CACHES", "Constants", "RoundCost", "Setting", "round_cost"]
 
 MOST_BATCH, MOST_CONTEXT, MOST_DEPTH, MOST_RANKS = 1 << 16, 1 << 24, 64, 1 << 10
+
+# cache policies that cost what their bytes do
+CACHES = tuple(name for name in POLICIES if name != "turboquant")
 
 # what the time of a round goes to: each second of it is counted under one of these
 BINDS = {
@@ -89,6 +95,11 @@ class Setting:
     def __post_init__(self) -> None:
         _whole("tp", self.tp, 1, MOST_RANKS)
         self.sizes.attention.cache_bytes(self.cache)  # which checks it
+        if any(side.storage.name not in CACHES for side in resolve_policy(self.cache).sides):
+            raise ConfigError(
+                f"quant_policy {self.cache!r:.60}: the cost model knows the bytes of a cache, and nothing of the time "
+                f"that turboquant's rotation takes; use {', '.join(CACHES)}"
+            )
         if self.sizes.attention.heads % self.tp:
             raise ConfigError(
                 f"tp is {self.tp}; expected a divisor of the {self.sizes.attention.heads} attention heads of "
@@ -98,7 +109,7 @@ class Setting:
     def held_bytes(self, batch: int, context: float, depth: int) -> float:
         """Bytes on one GPU: weights, the caches of `batch` sequences, their states and the states kept for drafts."""
         s = self.sizes
-        cache = (s.attention_layers + 1) * s.attention.cache_bytes(self.cache, self.tp) * context
+        cache = (s.attention_layers + s.draft_layers) * s.attention.cache_bytes(self.cache, self.tp) * context
         state = 0.0 if s.delta is None else s.delta_layers * s.delta.state_bytes(self.state_number) / self.tp
         return self.weights.nbytes(s) / self.tp + batch * (cache + (1 + depth) * state)
 
@@ -138,7 +149,10 @@ def round_cost(setting: Setting, batch: int, context: int, depth: int) -> RoundC
     _whole("depth", depth, 0, MOST_DEPTH)
     target, draft = _Sum(setting), _Sum(setting)
     _verify(target, batch, depth + 1, context)
-    if depth:
+    if setting.sizes.draft_layers > 1:
+        for _ in range(depth):
+            _draft(draft, batch, 2 * depth, context)
+    elif depth:
         _draft(draft, batch, depth + 1, context)
         for step in range(2, depth + 1):
             _draft(draft, batch, 1, context + step)

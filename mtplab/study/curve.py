@@ -20,6 +20,8 @@ __all__ = ["Curve"]
 
 MOST = 64  # depths
 _SETTING = ("checkpoint", "exclude_label", "quant_policy", "draft_quant_policy", "temperature", "prompt_set")
+# likewise, and told only where they differ
+_ALSO = ("n_prompts", "max_new_tokens", "model_format", "seed", "top_k", "top_p")
 
 
 @dataclass(frozen=True)
@@ -100,7 +102,8 @@ class Curve:
         missing = [depth for depth, length in lengths.items() if length is None]
         if missing:
             raise ConfigError(f"the trace has no rounds at depth {missing[0]}; trace more tokens or other prompts")
-        return cls(lengths, f"traced on {len(acceptance.trace.prompt_lengths)} prompts")
+        said = f"traced on {len(acceptance.trace.prompt_lengths)} prompts"
+        return cls(lengths, said + (", approximate: of an output that was given" if acceptance.approximate else ""))
 
     @classmethod
     def of_rows(cls, rows: Iterable[Any], **wanted: Any) -> Curve:
@@ -110,18 +113,25 @@ class Curve:
         """
         kept = [row for row in rows if row.error is None and row.acceptance_length is not None]
         kept = [row for row in kept if all(getattr(row, name) == value for name, value in wanted.items())]
-        settings = {tuple(getattr(row, name) for name in _SETTING) for row in kept}
+        names = (*_SETTING, *_ALSO)
+        settings = {tuple(getattr(row, name) for name in names) for row in kept}
         asked = ", ".join(f"{name} {value}" for name, value in wanted.items()) or "any setting"
         if not settings:
             raise ConfigError(f"no finished row of {asked} has rounds; run the sweep with drafts, or ask for another")
         if len(settings) > 1:
-            differ = [at for at in range(len(_SETTING)) if len({found[at] for found in settings}) > 1]
-            said = "; ".join(
-                sorted(", ".join(f"{_SETTING[at]} {found[at]}" for at in differ) for found in settings)[:6]
-            )
+            differ = [at for at in range(len(names)) if len({found[at] for found in settings}) > 1]
+            said = "; ".join(sorted(", ".join(f"{names[at]} {found[at]}" for at in differ) for found in settings)[:6])
             raise ConfigError(f"rows of {len(settings)} settings are left, expected those of one; choose: {said}")
         found = next(iter(settings))
-        lengths = {row.depth: row.acceptance_length for row in kept if row.depth}
+        lengths: dict[int, float] = {}
+        for row in kept:
+            # a run and a trace of one setting count the same at temperature 0; what does not is not one setting
+            other = lengths.setdefault(row.depth, row.acceptance_length) if row.depth else row.acceptance_length
+            if not math.isclose(other, row.acceptance_length, rel_tol=1e-9):
+                raise ConfigError(
+                    f"two rows of one setting have {other:.4g} and {row.acceptance_length:.4g} tokens a round at depth "
+                    f"{row.depth} (they differ in how they were run, or their checkpoints do); give a folder of one"
+                )
         if not lengths:
             raise ConfigError("the rows hold depth 0 only; sweep some depths first, for example --depths 0-4")
         return cls(

@@ -172,13 +172,15 @@ class ExclusionSearch:
             )
         else:
             kl = self.recommended.mean_kl
+            first = "Smallest that keeps the budgets" if self.sure else "Smallest that is not shown to break a budget"
             words.append(
-                f"Smallest that keeps the budgets: {', '.join(g.name for g in self.groups) or 'nothing'} in BF16, "
-                f"{self.recommended.nbytes:,} bytes, KL {_plus_minus(kl, 1, '.2g')} of {self.kl_budget:g}, loss of "
-                f"acceptance {_plus_minus(self.loss, 100, '.1f')} % of {100 * self.al_budget:g} %."
+                f"{first}: {', '.join(g.name for g in self.groups) or 'nothing'} in BF16, "
+                f"{self.recommended.nbytes:,} bytes, KL {_plus_minus(kl, 1, '.2g')} nats per token "
+                f"(budget {self.kl_budget:g}), loss of acceptance "
+                f"{_plus_minus(self.loss, 100, '.1f')} % (budget {100 * self.al_budget:g} %)."
             )
             if not self.sure:
-                words.append("That both lie below the budget is not shown: more prompts or tokens would tell.")
+                words.append(f"Whether {self._open()} the budget is within chance: more prompts or tokens would tell.")
             if self.confirmed is not None and self.confirmed.loss is not None and self.confirmed.kl is not None:
                 words.append(
                     f"On {self.confirmed.prompts} other prompts: KL {_plus_minus(self.confirmed.kl, 1, '.2g')}, loss "
@@ -186,6 +188,14 @@ class ExclusionSearch:
                 )
         words.append(self._about_published())
         return " ".join(words)
+
+    def _open(self) -> str:
+        """What of a recommended set may be above its budget, with its verb."""
+        assert self.loss is not None and self.recommended is not None
+        kl, loss = self.recommended.mean_kl, self.loss
+        parts = (("KL", kl, self.kl_budget), ("the loss of acceptance", loss, self.al_budget))
+        found = [name for name, value, budget in parts if _upper(value) > budget]
+        return f"{found[0]} keeps" if len(found) == 1 else f"{' and '.join(found)} keep"
 
     def _names(self, point: Measured) -> str:
         """What a set keeps, group by group where it keeps whole ones."""
@@ -206,7 +216,7 @@ class ExclusionSearch:
             return f"None of them dominates {name} in bytes, KL and acceptance."
         shown = not (best.kl.within_chance and best.length.within_chance)
         verb = "dominates" if shown else "is smaller, with no loss shown, than"
-        words = [f"One {verb} {name}: {_against(best)}, with {self._names(best.measured)} in BF16."]
+        words = [f"One set {verb} {name}: {_against(best)}, with {self._names(best.measured)} in BF16."]
         if self.confirmed is not None and self.confirmed.better is not None:
             verdict = "this holds too" if self.confirmed.better.dominates else "this does not hold"
             words.append(f"On {self.confirmed.prompts} other prompts {verdict}: {_against(self.confirmed.better)}.")

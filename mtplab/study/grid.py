@@ -13,7 +13,9 @@ from typing import Any, Literal
 
 from mtplab.checkpoint.config_json import stored_dtype, text_config
 from mtplab.config import MAX_DEPTH, EngineConfig, SamplingConfig, SpecConfig
-from mtplab.errors import ConfigError, not_text, printable
+from mtplab.errors import CheckpointError, ConfigError, not_text, printable
+from mtplab.models.cache_fit import check_cache
+from mtplab.models.config import parse_config
 from mtplab.quant.policy import resolve_policy
 from mtplab.study.identity import checkpoint_folder, checkpoint_identity
 from mtplab.study.point import DRAFT_SETTINGS, PointConfig, excluded_modules, plan_digest
@@ -122,6 +124,7 @@ def build_units(
     draft_policies = None
     if draft_quant_policy is not None:
         draft_policies = _policies("draft_quant_policy", draft_quant_policy)
+    _check_caches(checkpoint, policies, draft_policies, drafts=any(depths))
     asked = [*policies, *(draft_policies or [])]
     texts = calibration_ids(asked, lambda text: (encode or tokenizer_encoder(folder))(text), calibration)
     temperatures = _distinct(_temperature(t) for t in axis("temperature", temperature))
@@ -144,7 +147,7 @@ def build_units(
         converts = checkpoint.quantization is None and any(module.weight == "fp8" for module in plan.modules)
         rounds = any(module.activation == "fp8" for module in plan.modules)
         for (prompts, ids), degree, policy in itertools.product(encoded, temperatures, policies):
-            for draft_policy in draft_policies or [resolve_policy(policy).everywhere.name]:
+            for draft_policy in draft_policies or [_following(policy)]:
                 config = PointConfig(
                     method=method if any(module.part == "draft" for module in plan.modules) else "run",
                     checkpoint=identity,
@@ -298,6 +301,24 @@ def exclusion_remark(checkpoint: Any, plan: Any, *exclusions: Any) -> str | None
 
 def _policies(name: str, value: Any) -> list[str]:
     return _distinct(resolve_policy(item).name for item in axis(name, value))
+
+
+def _following(policy: str) -> str:
+    """What a draft has that is given no policy of its own."""
+    return resolve_policy(policy).everywhere.name
+
+
+def _check_caches(checkpoint: Any, policies: list[str], draft_policies: list[str] | None, drafts: bool) -> None:
+    """Refuse policies that no run of this model could have, before anything runs. Raises ConfigError."""
+    try:
+        config = parse_config(checkpoint.config)
+    except CheckpointError:
+        return  # what is no model of ours says so when it is loaded
+    for policy in policies:
+        check_cache(checkpoint, config, resolve_policy(policy))
+    if drafts and config.mtp_layers:
+        for policy in draft_policies or map(_following, policies):
+            check_cache(checkpoint, config, resolve_policy(policy), "draft")
 
 
 def _temperature(value: Any) -> float:

@@ -13,7 +13,7 @@ from typing import Any
 
 from mtplab.errors import ConfigError, printable
 from mtplab.study.row import ResultRow
-from mtplab.study.words import cache_words, weights_words
+from mtplab.study.words import cache_words, follows, weights_words
 
 __all__ = ["AXES", "Difference", "Matched", "Pair", "display_order", "match_rows"]
 
@@ -21,7 +21,7 @@ Read = Callable[[ResultRow], str]
 
 
 def _draft_cache(row: ResultRow) -> str:
-    same = row.draft_quant_policy == row.quant_policy
+    same = follows(row.draft_quant_policy, row.quant_policy)
     return "as the target's" if same else cache_words(row.draft_quant_policy)
 
 
@@ -244,7 +244,7 @@ def display_order(row: ResultRow) -> tuple[Any, ...]:
         row.model_format or "",
         _CACHES.get(row.quant_policy, len(_CACHES)),
         row.quant_policy,
-        row.draft_quant_policy != row.quant_policy,
+        not follows(row.draft_quant_policy, row.quant_policy),
         row.draft_quant_policy,
         row.top_k,
         -row.top_p,

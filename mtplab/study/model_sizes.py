@@ -116,7 +116,8 @@ class ModelSizes:
 
     `attention_layers` + `delta_layers` are its layers; `dense_layers` of them have an MLP of width `inner`, all others
     `experts`. The head is one layer of full attention with the same kind of MLP as the target's last layer, a
-    projection of 2 · hidden to hidden, and the target's own output head.
+    projection of 2 · hidden to hidden, and the target's own output head; with `draft_layers` above 1 it has a layer for
+    each depth, behind the same projection (Qwen's names; `models/head.py` says what runs when).
     """
 
     name: str
@@ -131,6 +132,7 @@ class ModelSizes:
     experts: Experts | None = None
     dense_layers: int = 0
     tied: bool = field(default=False, compare=False)
+    draft_layers: int = 1
 
     @property
     def layers(self) -> int:
@@ -158,9 +160,9 @@ class ModelSizes:
             **found,
             "head": float(h * self.vocabulary),
             "draft_fc": 2.0 * h * h,
-            "draft_mixer": float(mixer),
-            "draft_mlp": 3.0 * h * (self.inner if e is None else e.shared),
-            "draft_experts": 0.0 if e is None else 3.0 * h * e.inner * e.count,
+            "draft_mixer": float(self.draft_layers * mixer),
+            "draft_mlp": self.draft_layers * 3.0 * h * (self.inner if e is None else e.shared),
+            "draft_experts": 0.0 if e is None else self.draft_layers * 3.0 * h * e.inner * e.count,
         }
 
     def active(self) -> float:

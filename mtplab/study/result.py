@@ -16,7 +16,7 @@ from mtplab.errors import ConfigError, MtplabError
 from mtplab.study.interval import length_error
 from mtplab.study.row import ResultRow
 from mtplab.study.soundness import COLUMNS, quality_cells, quality_notes
-from mtplab.study.words import cache_words, weights_words
+from mtplab.study.words import cache_words, follows, weights_words
 
 if TYPE_CHECKING:
     from mtplab.study.trace import Trace
@@ -112,7 +112,7 @@ class SweepResult:
         text = [f"acceptance length by depth · {common}", ""]
         text += [aligned(line) for line in (header, rule, *lines)]
         text += [f"  failed: {error}" for error in errors]
-        text += [f"  {remark}" for remark in self._remarks()]
+        text += [f"  {remark}" for remark in self._remarks(by_domain)]
         return "\n".join(text)
 
     def _repr_html_(self) -> str:
@@ -171,7 +171,7 @@ class SweepResult:
         for name, show in _COLUMNS.items():
             values = dict.fromkeys(show(row) for row in self.rows)
             same_as_target = name == "draft's cache" and all(
-                row.draft_quant_policy == row.quant_policy for row in self.rows
+                follows(row.draft_quant_policy, row.quant_policy) for row in self.rows
             )
             if name in _ALWAYS or len(values) > 1:
                 if not same_as_target:
@@ -180,15 +180,16 @@ class SweepResult:
                 shared.append(f"{name} {next(iter(values))}")
         return shown, shared
 
-    def _remarks(self) -> list[str]:
+    def _remarks(self, by_domain: bool = False) -> list[str]:
         """What to know beside the numbers: settings that turn out the same, and the rows' own remarks."""
         labels: dict[str, dict[str, None]] = {}
         for row in self.rows:
             labels.setdefault(row.point, {})[weights_words(row.exclude_label, row.model_format)] = None
         same = dict.fromkeys(" and ".join(group) for group in labels.values() if len(group) > 1)
         own = dict.fromkeys(f"{row.exclude_label}: {row.remark}" for row in self.rows if row.remark)
-        chance = [_PLUS_MINUS] if any(length_error(row) for row in self.rows) else []
-        chance = quality_notes(self.rows) + chance
+        shown = ((row, domain) for row in self.rows for domain in (row.by_domain if by_domain else [None]))
+        chance = [_PLUS_MINUS] if any(length_error(row, domain) for row, domain in shown) else []
+        chance = quality_notes(self.rows, columns=not by_domain) + chance
         return [f"{group}: the same modules in FP8, hence one result" for group in same] + list(own) + chance
 
     def _cells(self, by_domain: bool = False) -> tuple[str, list[str], list[list[str]], list[str]]:

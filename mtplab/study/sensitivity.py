@@ -81,10 +81,11 @@ class Additivity:
 
     def __str__(self) -> str:
         error = "" if self.error is None else f" ± {self.error:.2f}"
-        verdict = "a set's KL is estimated so" if self.holds else "too far from 1 to estimate a set's KL so"
+        verdict = "so" if self.holds else "too far from 1:"
+        verdict += f" a set's KL is {'' if self.holds else 'not '}estimated by its sum"
         return (
-            f"KL of all groups in FP8 {self.measured:.3g}, sum of each alone {self.summed:.3g}: "
-            f"{self.ratio:.2f}{error} times, {verdict}"
+            f"KL of all groups in FP8 {self.measured:.3g} nats per token, sum of each alone {self.summed:.3g}: "
+            f"{self.ratio:.2f}{error} times it, {verdict}"
         )
 
 

@@ -87,12 +87,15 @@ def _sentence(row: Any, fault: str, sound: list[Any], several: bool) -> str:
     )
 
 
-def quality_notes(rows: Iterable[Any]) -> list[str]:
-    """What to know beside the numbers: broken targets, the criterion, the text, and why numbers are missing."""
+def quality_notes(rows: Iterable[Any], columns: bool = True) -> list[str]:
+    """What to know beside the numbers: broken targets, the criterion, and with `columns` of quality the text that they
+    are over and why numbers are missing."""
     found = [row for row in rows if _get(row, "error") is None]
     told = sentences(found)
     if told:
         told.append(CRITERION)
+    if not columns:
+        return told
     told += dict.fromkeys(note for row in found if (note := _get(row, "quality_note")))
     texts = dict.fromkeys(text for row in found if (text := _get(row, "quality_text")))
     kinds = {"own": "what the unquantised target writes at temperature 1 from the prompts", "prompts": "the prompts"}
@@ -100,7 +103,10 @@ def quality_notes(rows: Iterable[Any]) -> list[str]:
     if words:
         several = "; lines over different texts do not compare" if len(texts) > 1 else ""
         over = f"{' or '.join(words)}{several}"
-        told.append(f"KL (from the unquantised target, millinats per token), top-1 and perplexity are over {over}")
+        told.append(
+            "KL (from the unquantised target, millinats per token), top-1 and perplexity (× the unquantised target's) "
+            f"are over {over}"
+        )
     return told
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 
-__all__ = ["cache_words", "weights_words"]
+__all__ = ["cache_words", "follows", "weights_words"]
 
 _DRAFT = re.compile(r"(?P<target>.*) \(draft: (?P<draft>.*)\)", re.DOTALL)
 
@@ -28,6 +28,12 @@ def weights_words(label: str, model_format: str | None) -> str:
 
 
 def cache_words(policy: str, draft_policy: str | None = None) -> str:
-    """`int8`, `unquantised`, or both where the draft's cache differs: `int8 (draft unquantised)`."""
+    """`int8`, `unquantised`, or both where the draft's cache does not follow: `int8 (draft unquantised)`."""
     target, draft = ("unquantised" if name == "none" else name for name in (policy, draft_policy or policy))
-    return target if draft == target else f"{target} (draft {draft})"
+    return target if follows(draft_policy or policy, policy) else f"{target} (draft {draft})"
+
+
+def follows(draft_policy: str, policy: str) -> bool:
+    """Whether a draft has its target's cache policy, both by name (`QuantPolicy.name`): all of it but the layers that
+    are kept, which are the target's. `int8` follows `int8@3`."""
+    return draft_policy in (policy, policy.partition("@")[0])

@@ -118,7 +118,7 @@ class Remedies:
 
     def against(self, look: Look, modules: Sequence[str]) -> str:
         """A sentence or two on what makes the engine build `modules` as they are stored."""
-        ways = (self._longer_list, self._other_list, self._less_fp8, self._other_layout)
+        ways = (self._longer_list, self._other_list, self._less_fp8, self._other_layout, self._no_fp8)
         for way in ways:
             said = next(way(look, tuple(modules)), None)
             if said is not None:
@@ -156,24 +156,34 @@ class Remedies:
 
     def _less_fp8(self, look: Look, modules: tuple[str, ...]) -> Iterator[str]:
         """BF16 instead of FP8 where modules that are built as one are stored apart."""
-        gone = self._fused_with(modules) if self._writable and self._subject.listed_entries is not None else set()
-        if not gone:
-            return
-        bare = {"stored_fp8": False, "has_scale": False}
-        views = [view._replace(**bare) if view.name in gone else view for view in self._views]
-        shapes = shaped(views)
-        more = recommended_exclusions([view for view in views if view.name in gone], self._subject.method)
-        kept = [*(self._subject.listed_entries or ()), *(name for name in more if name != "lm_head" or name in gone)]
-        command = ""
-        if self._cured(look, modules, shapes, self._with_list(kept)):
-            command = without_fp8(self._subject, sorted(gone))
-        elif (recipe := self._recipe_that_cures(look, modules, views=views)) is not None:  # the list is wrong as well
-            command = without_fp8(self._subject, sorted(gone), *_options(recipe))
+        gone = self._fused_with(modules)
+        command = self._without(look, modules, gone)
         if command:
             yield (
                 "No list alone helps, since what is built as one is stored in part as FP8: "
                 f"{command} makes all of it BF16 and lists it."
             )
+
+    def _without(self, look: Look, modules: tuple[str, ...], gone: set[str]) -> str:
+        """The command that writes `gone` as BF16, where the engine then builds `modules` as they are stored."""
+        if not gone or not self._writable or self._subject.listed_entries is None:
+            return ""
+        bare = {"stored_fp8": False, "has_scale": False}
+        views = [view._replace(**bare) if view.name in gone else view for view in self._views]
+        shapes = shaped(views)
+        more = recommended_exclusions([view for view in views if view.name in gone], self._subject.method)
+        kept = [*(self._subject.listed_entries or ()), *(name for name in more if name != "lm_head" or name in gone)]
+        if self._cured(look, modules, shapes, self._with_list(kept)):
+            return without_fp8(self._subject, sorted(gone))
+        recipe = self._recipe_that_cures(look, modules, views=views)  # the list is wrong as well
+        return "" if recipe is None else without_fp8(self._subject, sorted(gone), *_options(recipe))
+
+    def _no_fp8(self, look: Look, modules: tuple[str, ...]) -> Iterator[str]:
+        """BF16 for all of them, where the engine builds them unquantised whatever the list says."""
+        gone = {view.name for view in self._views if view.stored_fp8} & set(modules)
+        command = self._without(look, modules, gone)
+        if command:
+            yield f"No list alone helps: {command} makes them BF16."
 
     def _fused_with(self, modules: tuple[str, ...]) -> set[str]:
         """The FP8 modules that are fused with plain ones, where either is among `modules`."""

@@ -1,0 +1,88 @@
+"""Whether a model's KV caches can be kept under a policy: from config.json and headers, before anything is loaded.
+
+Reads no values and imports no torch, so that a sweep is refused while it is planned. Knows nothing of codes or passes.
+"""
+
+from __future__ import annotations
+
+from mtplab.checkpoint import Checkpoint
+from mtplab.errors import CheckpointError, ConfigError
+from mtplab.models.config import ROOTS, ModelConfig
+from mtplab.quant.policy import QuantPolicy
+
+__all__ = ["check_cache", "check_policy", "scale_names"]
+
+# of K and V: compressed-tensors and ModelOpt, Quark and old compressed-tensors, AutoFP8's one for both
+_ENDINGS = (
+    (".k_scale", ".k_proj.output_scale", ".kv_scale"),
+    (".v_scale", ".v_proj.output_scale", ".kv_scale"),
+)
+
+
+def check_cache(checkpoint: Checkpoint, config: ModelConfig, policy: QuantPolicy, part: str = "target") -> None:
+    """`check_policy`, and that the file has the scales which the policy takes from it. Raises ConfigError, or
+    CheckpointError for two scales of one cache."""
+    check_policy(config, policy, part)
+    for which, side in enumerate(policy.sides):
+        if side.scales == "checkpoint":
+            scale_names(checkpoint, config, policy, part, which)
+
+
+def check_policy(config: ModelConfig, policy: QuantPolicy, part: str = "target") -> None:
+    """Raises ConfigError where such a model's cache cannot be kept so, of the "target" or the "draft"."""
+    for side in policy.sides:
+        side.storage.check_head_dim(config.head_dim)
+    if policy.kept and part != "target":
+        raise ConfigError(
+            f"the draft's quant_policy is {policy.name}, which names layers of the target; use "
+            f"{policy.everywhere.name} or none"
+        )
+    attention = [i for i, kind in enumerate(config.layer_types) if kind == "full_attention"]
+    wrong = [layer for layer in policy.kept if layer not in attention]
+    if wrong:
+        raise ConfigError(
+            f"quant_policy {policy.name:.60} keeps layer{'s' * (len(wrong) > 1)} {_some(wrong)} unquantised, which "
+            f"{'have' if len(wrong) > 1 else 'has'} no KV cache here; expected some of {_some(attention)}, the "
+            "target's attention layers"
+        )
+
+
+def _some(numbers: list[int], most: int = 32) -> str:
+    return ", ".join(map(str, numbers[:most])) + ", …" * (len(numbers) > most)
+
+
+def scale_names(
+    checkpoint: Checkpoint, config: ModelConfig, policy: QuantPolicy, part: str, which: int
+) -> dict[int, str]:
+    """Layer → the file's tensor that scales its K (`which` 0) or V (1), for every layer that the policy quantises.
+
+    Raises ConfigError naming the layers without one, CheckpointError for a layer with two.
+    """
+    stored, layers = checkpoint.kv_scales(), _attention_layers(checkpoint, config, policy, part)
+    found: dict[int, str] = {}
+    for layer, name in layers.items():
+        mine = [each for each in stored if each.startswith(f"{name}.") and each.endswith(_ENDINGS[which])]
+        if len(mine) > 1:
+            raise CheckpointError(f"{checkpoint.path}: {' and '.join(mine)} both scale one cache; expected one")
+        if mine:
+            found[layer] = mine[0]
+    missing = [name for layer, name in layers.items() if layer not in found]
+    if missing:
+        head = " (the draft head; give it a draft_quant_policy of its own)" if part != "target" else ""
+        raise ConfigError(
+            f"quant_policy {policy.name} wants the checkpoint's own scales, but {checkpoint.path} has no "
+            f"{'kv'[which]}_scale for {len(missing)} of {len(layers)} attention layers: {', '.join(missing[:4])}"
+            f"{', …' if len(missing) > 4 else ''}{head}; use fp8_e4m3:calibrated, or fp8_e4m3 for scale 1"
+        )
+    return found
+
+
+def _attention_layers(
+    checkpoint: Checkpoint, config: ModelConfig, policy: QuantPolicy, part: str
+) -> dict[int, str]:
+    """Number → name on disk of the layers whose KV cache the policy quantises."""
+    if part != "target":
+        return {i: f"mtp.layers.{i}.self_attn" for i in range(config.mtp_layers)}
+    root = next((r for r in ROOTS if f"{r}embed_tokens.weight" in checkpoint.tensors), ROOTS[0])
+    kinds = enumerate(config.layer_types)
+    return {i: f"{root}layers.{i}.self_attn" for i, kind in kinds if kind == "full_attention" and i not in policy.kept}

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import mtplab
+from mtplab import generate
 from mtplab.checkpoint.convert.foresee import foreseen, never_fp8_anywhere
 from mtplab.checkpoint.planted import plant
 from mtplab.cli import main
@@ -18,6 +19,7 @@ from mtplab.report import estimate_check, pareto, sensitivity_bars, sensitivity_
 from mtplab.study.exclusion_meter import ExclusionMeter, Measured, kl_change, length_change, relative_loss
 from mtplab.study.exclusion_search import Better, search_exclusions
 from mtplab.study.module_groups import module_groups
+from mtplab.study.prompts import load_prompts
 from mtplab.study.sensitivity import sensitivity
 from mtplab.study.trace import trace
 
@@ -331,3 +333,28 @@ def test_the_command_refuses_before_it_loads_anything(bundled, tmp_path, capsys,
     monkeypatch.setattr("mtplab.models.load_model", None)
     assert main(["exclude", str(bundled), "--results", str(tmp_path / "r"), *options]) == 2
     assert says in capsys.readouterr().err and not (tmp_path / "r").exists()
+
+
+def test_a_quantised_cache_is_in_every_measurement_but_the_reference(bundled):
+    """The texts are what the BF16 model writes, whatever the cache; a calibrated policy finds its scales, and which
+    texts those are from tells measurements apart; a policy that fits no layer is refused before any is made."""
+    settings = {"prompts": ["In the beginning", "def main():"], "max_new_tokens": 12}
+    plain = ExclusionMeter(bundled, **settings)
+    meters = {name: ExclusionMeter(bundled, **settings, quant_policy=name) for name in ("int4", "fp8:calibrated")}
+    assert all(meter.texts == plain.texts for meter in meters.values())
+    quantised = generate(plain.model, plain.prompts, 0, 1.0, 0, 12, quant_policy="turboquant", ignore_eos=True)
+    assert [text[-12:] for text in plain.texts] != quantised.tokens, "the cache shows in what is written"
+    kl = [meter.bf16.mean_kl.value for meter in (plain, meters["fp8:calibrated"], meters["int4"])]
+    assert 0 == kl[0] < kl[1] < kl[2]
+    with pytest.raises(ConfigError, match="int8@0 keeps layer 0 unquantised, which has no KV cache"):
+        ExclusionMeter(bundled, **settings, quant_policy="int8@0")
+
+
+def test_calibration_texts_tell_kept_measurements_apart(bundled, tmp_path, monkeypatch):
+    settings = {"prompts": ["In the beginning"], "max_new_tokens": 12, "results": tmp_path}
+    policies = ("int8", "fp8:calibrated")
+    before = [ExclusionMeter(bundled, **settings, quant_policy=name).settings_hash for name in policies]
+    shorter = load_prompts().narrowed(limit=1)
+    monkeypatch.setattr("mtplab.study.prompts.bundled_prompts", lambda: shorter)
+    after = [ExclusionMeter(bundled, **settings, quant_policy=name).settings_hash for name in policies]
+    assert before[0] == after[0] and before[1] != after[1]

@@ -5,7 +5,6 @@ Knows nothing of rounds or caches.
 
 from __future__ import annotations
 
-import math
 import operator
 import threading
 from collections.abc import Callable, Sequence
@@ -14,7 +13,7 @@ from typing import Any
 
 from mtplab.config import SamplingConfig, SpecConfig
 from mtplab.decode.calibration import bound
-from mtplab.decode.threads import running_with, thread_count
+from mtplab.decode.threads import model_threads, running_with
 from mtplab.errors import ConfigError, not_text
 from mtplab.models import Model
 from mtplab.quant.fp8_products import uses_kernels
@@ -54,26 +53,26 @@ def resolve_run(
     prompts: Prompts,
     depth: int,
     *,
-    temperature: float,
-    seed: int,
     max_new_tokens: int,
-    top_k: int,
-    top_p: float,
-    quant_policy: str | int | QuantPolicy | None,
-    draft_quant_policy: str | int | QuantPolicy | None,
-    draft_sampling: str,
-    target_hidden: str,
-    draft_hidden: str,
-    exact: bool | None,
-    compile: bool,
-    ignore_eos: bool,
-    max_batch: int,
-    threads: int | None,
-    on_round: Callable[..., None] | None,
-    cancel: threading.Event | None,
+    temperature: float = 0.0,
+    seed: int = 0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    quant_policy: str | int | QuantPolicy | None = None,
+    draft_quant_policy: str | int | QuantPolicy | None = None,
+    draft_sampling: str = "greedy",
+    target_hidden: str = "post_norm",
+    draft_hidden: str = "post_norm",
+    exact: bool | None = None,
+    compile: bool = False,
+    ignore_eos: bool = False,
+    max_batch: int = 64,
+    threads: int | None = None,
+    on_round: Callable[..., None] | None = None,
+    cancel: threading.Event | None = None,
     calibration: Prompts | None = None,
 ) -> RunSettings:
-    """Arguments as `generate` has them. Raises ConfigError for settings and prompts that cannot be run."""
+    """Arguments and defaults as `generate` has them. Raises ConfigError for settings and prompts that cannot be run."""
     if not isinstance(model, Model):
         raise ConfigError(f"model is {model!r:.60}; expected what mtplab.load_model(path) returns")
     if cancel is not None and not hasattr(cancel, "is_set"):
@@ -128,7 +127,7 @@ def resolve_run(
             f"prompt {long} has {len(ids[long])} tokens, and with {max_new_tokens} new ones passes the model's "
             f"max_position_embeddings of {model.config.max_position}; shorten it or lower max_new_tokens"
         )
-    threads = thread_count(threads, sum(math.prod(module.shape) for module in model.plan.modules), model.device)
+    threads = model_threads(model, threads)
     texts = None if calibration is None else token_ids(model, calibration, "calibration", "calibration text")
     with running_with(threads):
         policy = bound(model, policy, "target", texts, (target_hidden, draft_hidden))

@@ -7,13 +7,18 @@ the one they wait for is not running (LOG.md). Knows nothing of what is run.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import TYPE_CHECKING
 
 import torch
 
 from mtplab.errors import ConfigError
+
+if TYPE_CHECKING:
+    from mtplab.models import Model
 
 # float32 bytes of weights that a pass reads
 SMALL_WEIGHTS = 64 << 20
@@ -34,6 +39,11 @@ def thread_count(asked: int | None, weights: int, device: torch.device) -> int:
     if device.type == "cpu" and 4 * weights < SMALL_WEIGHTS and not (told.isdecimal() and int(told)):
         return 1
     return torch.get_num_threads()
+
+
+def model_threads(model: Model, asked: int | None = None) -> int:
+    """`thread_count` for a model's passes."""
+    return thread_count(asked, sum(math.prod(module.shape) for module in model.plan.modules), model.device)
 
 
 @contextmanager

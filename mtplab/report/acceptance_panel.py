@@ -5,14 +5,12 @@ Shows views of an `AcceptanceSet`; what a view holds is worked out in `mtplab.st
 
 from __future__ import annotations
 
-import contextlib
 import threading
 from collections.abc import Mapping
 from typing import Any
 
 import ipywidgets as widgets
 
-from mtplab.errors import MtplabError
 from mtplab.report.acceptance_figures import acceptance_chart
 from mtplab.report.panels import Panel, Progress
 from mtplab.report.tables import html_table
@@ -40,10 +38,8 @@ class AcceptancePanel(Panel):
     def __init__(self, found: Any):
         self.found = found if isinstance(found, AcceptanceSet) else AcceptanceSet(found)
         super().__init__()
-        for widget in self._widgets.values():
-            widget.observe(lambda _: self._follow(), names="value")
         self._warm()
-        self._follow()
+        self.follow()
 
     def _warm(self) -> None:
         """What the first look at each depth works out, before anyone waits for it."""
@@ -107,11 +103,6 @@ class AcceptancePanel(Panel):
                 rows.append((f"{line.temperature:g}", domain, line.kind, shown, f"{x:.4g}", *told))
         head = ("Temperature", "Domain", "Line", "Gate or switch", result.x_label, result.y_label, "95 % interval")
         self.table.value = html_table(head, rows, result.title, left=3, height="18em")
-
-    def _follow(self) -> None:
-        # a failure is already written into the panel; raising here would only reach the kernel's log
-        with contextlib.suppress(MtplabError):
-            self.run(block=True)
 
 
 def _told(view: View, value: float | None) -> str:

@@ -5,14 +5,12 @@ The arithmetic is `mtplab.study.advice`'s; follows every control without a run o
 
 from __future__ import annotations
 
-import contextlib
 import threading
 from collections.abc import Mapping
 from typing import Any
 
 import ipywidgets as widgets
 
-from mtplab.errors import MtplabError
 from mtplab.report.advise_figures import advice_pictures
 from mtplab.report.advise_table import advice_table
 from mtplab.report.panels import Panel, Progress
@@ -48,9 +46,7 @@ class AdvisePanel(Panel):
         self._curves = dict(curves or {})
         self.advice = widgets.HTML()
         super().__init__()
-        for widget in self._widgets.values():
-            widget.observe(lambda _: self._follow(), names="value")
-        self._follow()
+        self.follow()
 
     def inputs(self) -> dict[str, widgets.Widget]:
         def choice(label: str, options: Any, value: Any) -> widgets.Dropdown:
@@ -92,8 +88,3 @@ class AdvisePanel(Panel):
         self.advice.value = "".join(f"<p>{escape(sentence)}</p>" for sentence in found.sentences)
         self.show_picture(advice_pictures(found, cells))
         self.table.value = advice_table(found)
-
-    def _follow(self) -> None:
-        # a failure is already written into the panel; raising here would only reach the kernel's log
-        with contextlib.suppress(MtplabError):
-            self.run(block=True)

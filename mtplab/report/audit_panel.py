@@ -5,7 +5,6 @@ Thin over `Checkpoint.plan`, `Checkpoint.with_exclusions` and the audit; reads h
 
 from __future__ import annotations
 
-import contextlib
 import threading
 from collections import Counter
 from collections.abc import Mapping
@@ -17,7 +16,6 @@ from mtplab.checkpoint.audit import Audit, rewritten
 from mtplab.checkpoint.audit.html import engines_html, findings_html
 from mtplab.checkpoint.audit.sizes import part_shown
 from mtplab.checkpoint.lenses import recommended_exclusions, views_of
-from mtplab.errors import MtplabError
 from mtplab.report.maps import checkpoint_map, map_key
 from mtplab.report.panels import Panel, Progress
 from mtplab.report.sweep_panel import module_globs
@@ -56,9 +54,7 @@ class AuditPanel(Panel):
         self._globs = module_globs(checkpoint.look())
         self.findings = widgets.HTML()
         super().__init__()
-        for widget in self._widgets.values():
-            widget.observe(lambda _: self._follow(), names="value")
-        self._follow()
+        self.follow()
 
     def _suppositions(self) -> tuple[str, ...]:
         """Nothing is written of a quantisation that is not read, and a plain checkpoint has no list to edit."""
@@ -131,8 +127,3 @@ class AuditPanel(Panel):
 
         names = [module.name for module in self.checkpoint.look().modules]
         return [name for name in names if any(fnmatch.fnmatchcase(name, glob) for glob in globs)]
-
-    def _follow(self) -> None:
-        # a failure is already written into the panel; raising here would only reach the kernel's log
-        with contextlib.suppress(MtplabError):
-            self.run(block=True)

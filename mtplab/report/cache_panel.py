@@ -5,14 +5,13 @@ Everything was measured before (`mtplab.study.cache_study`): a control only asks
 
 from __future__ import annotations
 
-import contextlib
 import threading
 from collections.abc import Mapping
 from typing import Any
 
 import ipywidgets as widgets
 
-from mtplab.errors import ConfigError, MtplabError
+from mtplab.errors import ConfigError
 from mtplab.report.cache_figures import MEASURES, cache_pictures
 from mtplab.report.panels import Panel, Progress
 from mtplab.report.text import escape
@@ -39,9 +38,7 @@ class CachePanel(Panel):
     def __init__(self, study: CacheStudy):
         self.study = study
         super().__init__()
-        for widget in self._widgets.values():
-            widget.observe(lambda _: self._follow(), names="value")
-        self._follow()
+        self.follow()
 
     def inputs(self) -> dict[str, widgets.Widget]:
         study, layout = self.study, widgets.Layout(**_WIDE)
@@ -94,8 +91,3 @@ class CachePanel(Panel):
             f"<th>tokens a round, depth {depth}</th><th>KL (nats a token)</th></tr></thead><tbody>{cells}</tbody>"
             "</table>"
         )
-
-    def _follow(self) -> None:
-        # a failure is already written into the panel; raising here would only reach the kernel's log
-        with contextlib.suppress(MtplabError):
-            self.run(block=True)

@@ -5,14 +5,12 @@ Reads a plan and its modules; opens nothing but headers and knows no rule.
 
 from __future__ import annotations
 
-import contextlib
 import threading
 from collections.abc import Mapping
 from typing import Any
 
 import ipywidgets as widgets
 
-from mtplab.errors import MtplabError
 from mtplab.report.maps import checkpoint_map, map_key
 from mtplab.report.panels import Panel, Progress
 from mtplab.report.sweep_panel import module_globs
@@ -48,9 +46,7 @@ class CheckpointPanel(Panel):
         self._format = AS_STORED if model_format is None else ONLINE
         self._globs = module_globs(checkpoint.plan())
         super().__init__()
-        for widget in self._widgets.values():
-            widget.observe(lambda _: self._follow(), names="value")
-        self._follow()
+        self.follow()
 
     def inputs(self) -> dict[str, widgets.Widget]:
         return {
@@ -96,8 +92,3 @@ class CheckpointPanel(Panel):
         planned = human_bytes(sum(module.loaded_nbytes for module in found))
         caption = f"{len(found)} of {len(result.modules)} modules, {stored} as stored, {planned} as planned"
         self.table.value = plan_table(found, caption)
-
-    def _follow(self) -> None:
-        # a failure is already written into the panel; raising here would only reach the kernel's log
-        with contextlib.suppress(MtplabError):
-            self.run(block=True)

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mtplab.errors import ConfigError, MtplabError
+from mtplab.errors import ConfigError
 from mtplab.report.text import escape
+from mtplab.study.frame import frame
 from mtplab.study.interval import Change, change, holm
 from mtplab.study.matching import Difference, Matched, Pair, match_rows
 from mtplab.study.row import QUALITY_FIELDS, ResultRow
@@ -138,19 +139,13 @@ class Comparison:
         }
 
     def to_frame(self) -> Any:
-        """A pandas DataFrame, one line per matched point and file. Raises `MtplabError` without pandas."""
-        try:
-            import pandas
-        except ImportError:
-            raise MtplabError(
-                "to_frame() needs pandas, which is not installed: pip install pandas (to_dict() does without)"
-            ) from None
+        """A pandas DataFrame, one line per matched point and file. Raises `ConfigError` without pandas."""
         lines = []
         for against in self.against:
             for point in against.to_dict()["points"]:
                 settings, positions = point.pop("settings"), point.pop("per_position")
                 lines.append({"name": against.other.name, **settings, **point, **positions})
-        return pandas.DataFrame(lines)
+        return frame(lines, "to_dict() does")
 
     def to_markdown(self, positions: bool = False) -> str:
         """Sentences and tables as Markdown, for a pull request or a page of CI."""

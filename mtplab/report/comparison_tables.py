@@ -12,7 +12,7 @@ from mtplab.report.table import Table, one_line
 from mtplab.report.text import human_bytes
 from mtplab.study.matching import AXES, Pair
 from mtplab.study.row import ResultRow
-from mtplab.study.soundness import quality_cells
+from mtplab.study.soundness import COLUMNS, quality_cells
 
 __all__ = [
     "SIZES",
@@ -123,8 +123,7 @@ def _quality_table(against: Against) -> Table | None:
     body = []
     for pair, mine, theirs in zip(lines, before, now, strict=True):
         body.append([*_cells(pair, columns), *(cell for both in zip(mine, theirs, strict=True) for cell in both)])
-    titles = ("KL, mnat", "top-1", "perplexity")
-    head = [*columns, *(f"{title}{name}" for title in titles for name in (f", {base}", f", {other}"))]
+    head = [*columns, *(f"{title}{name}" for title in COLUMNS for name in (f", {base}", f", {other}"))]
     texts = {row.quality_text for pair in lines for row in (pair.base, pair.other) if row.quality_text}
     note = "over different texts, which do not compare" if len(texts) > 1 else ""
     return Table("The target itself, against the unquantised one", head, body, len(columns), note)

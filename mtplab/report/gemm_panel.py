@@ -5,14 +5,13 @@ Reads one tensor at a time; the arithmetic is `mtplab.study.granularity`'s and `
 
 from __future__ import annotations
 
-import contextlib
 import threading
 from collections.abc import Mapping
 from typing import Any
 
 import ipywidgets as widgets
 
-from mtplab.errors import CheckpointError, MtplabError
+from mtplab.errors import CheckpointError
 from mtplab.report.gemm_figures import granularity_errors, roofline
 from mtplab.report.panels import Panel, Progress
 from mtplab.report.tables import html_table
@@ -54,9 +53,7 @@ class GemmPanel(Panel):
             raise CheckpointError(f"{checkpoint.path}: there is no linear weight to look at")
         self.roof = widgets.HTML()
         super().__init__()
-        for widget in self._widgets.values():
-            widget.observe(lambda _: self._follow(), names="value")
-        self._follow()
+        self.follow()
 
     def inputs(self) -> dict[str, widgets.Widget]:
         def choice(label: str, options: Any, value: Any = None) -> widgets.Dropdown:
@@ -110,8 +107,3 @@ class GemmPanel(Panel):
         self.table.value = html_table(head, rows, f"E4M3, {len(GRANULARITIES)} granularities")
         index, name, m = result["roof"]
         self.show_if_new(self.roof, result["roof"], lambda: roofline(SHAPES[index], gpu(name), m))
-
-    def _follow(self) -> None:
-        # a failure is already written into the panel; raising here would only reach the kernel's log
-        with contextlib.suppress(MtplabError):
-            self.run(block=True)

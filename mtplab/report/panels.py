@@ -7,6 +7,7 @@ never uses pyplot (which is not safe in a thread). This module knows no model an
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import traceback
 from abc import ABC, abstractmethod
@@ -137,6 +138,12 @@ class Panel(ABC):
         self._thread.start()
         return None
 
+    def follow(self) -> None:
+        """Shows the settings as they stand, here and now, and from now on after every change of a control."""
+        for widget in self._widgets.values():
+            widget.observe(lambda _: self._show(), names="value")
+        self._show()
+
     def cancel(self) -> None:
         """Asks the work to stop at its next step; what is done stays."""
         self._cancel.set()
@@ -147,6 +154,11 @@ class Panel(ABC):
     def wait(self, timeout: float | None = None) -> bool:
         """Waits for the run under way; False when `timeout` seconds were not enough."""
         return self._finished.wait(timeout)
+
+    def _show(self) -> None:
+        # a failure is already written into the panel; raising here would only reach the kernel's log
+        with contextlib.suppress(MtplabError):
+            self.run(block=True)
 
     def _clicked(self) -> None:
         try:

@@ -16,6 +16,7 @@ import numpy as np
 
 from mtplab.errors import ConfigError
 from mtplab.study.bootstrap import ratio_interval
+from mtplab.study.frame import frame
 from mtplab.study.interval import jackknife, without_one
 from mtplab.study.questions import confidence_of, edges_of
 from mtplab.study.renewal import Counts, expected_counts
@@ -228,11 +229,7 @@ class Acceptance:
 
         Raises ConfigError where pandas is not installed.
         """
-        try:
-            import pandas
-        except ImportError:
-            raise ConfigError("to_frame needs pandas; install it, or take to_records().") from None
-        return pandas.DataFrame(self.to_records())
+        return frame(self.to_records(), "to_records() does")
 
     def to_records(self) -> list[dict[str, Any]]:
         """The same as dictionaries."""

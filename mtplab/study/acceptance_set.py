@@ -15,6 +15,7 @@ import numpy as np
 from mtplab.errors import ConfigError
 from mtplab.study.acceptance import FEW_PROMPTS, Acceptance
 from mtplab.study.acceptance_views import VIEWS, Choice, View, lines_of
+from mtplab.study.frame import frame
 from mtplab.study.questions import confidence_of, listed, pair_of, position_of
 from mtplab.study.trace import Trace
 
@@ -171,11 +172,7 @@ class AcceptanceSet:
 
         Raises ConfigError where pandas is not installed.
         """
-        try:
-            import pandas
-        except ImportError:
-            raise ConfigError("to_frame needs pandas; install it, or take to_records().") from None
-        return pandas.DataFrame(self.to_records())
+        return frame(self.to_records(), "to_records() does")
 
     def _cells(self) -> tuple[list[str], list[list[str]]]:
         header = ["temperature", *(f"d={depth}" for depth in self.depths)]

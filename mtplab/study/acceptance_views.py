@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mtplab.drawing import drawn
-from mtplab.errors import ConfigError
 from mtplab.study.bootstrap import ratio_interval
+from mtplab.study.frame import frame
 
 if TYPE_CHECKING:
     from mtplab.study.acceptance import Acceptance
@@ -85,11 +85,7 @@ class View:
 
     def to_frame(self) -> Any:
         """The same as a pandas frame. Raises ConfigError where pandas is not installed."""
-        try:
-            import pandas
-        except ImportError:
-            raise ConfigError("to_frame needs pandas; install it, or take to_records().") from None
-        return pandas.DataFrame(self.to_records())
+        return frame(self.to_records(), "to_records() does")
 
     def plot(self) -> Any:
         """The view as a picture. Raises ConfigError before `mtplab.report` is imported, which draws it."""

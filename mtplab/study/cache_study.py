@@ -223,7 +223,7 @@ def compare_caches(
     skip: Sequence[int] | int = 0
     if texts is None:
         skip = [len(one) - 1 for one in given]
-        texts = own_texts(model, given, text_tokens, seed, quant_policy="none", draft_quant_policy="none")
+        texts = own_texts(model, given, text_tokens, seed)
     reference = _reference(model, texts)
     lines: dict[tuple[str, str], CacheLine] = {}
     for name in targets:
@@ -256,11 +256,8 @@ def _traces(model, ids, chosen, policy, drafts, max_depth, settings, step, cance
     names = tuple(prompt.domain for prompt in chosen.prompts)
     found, output, seconds = {}, None, None
     for draft in drafts:
-        asked = resolve_run(
-            model, ids, max_depth, **settings, top_k=0, top_p=1.0, quant_policy=policy, draft_quant_policy=draft,
-            draft_sampling="greedy", target_hidden="post_norm", draft_hidden="post_norm", exact=None, compile=False,
-            ignore_eos=False, max_batch=64, threads=None, on_round=None, cancel=cancel,
-        )  # fmt: skip
+        policies = {"quant_policy": policy, "draft_quant_policy": draft}
+        asked = resolve_run(model, ids, max_depth, **settings, **policies, cancel=cancel)
         if output is None:
             output, seconds = decoded(model, asked, cancel=cancel)
         step(f"{policy}: draft {draft}")

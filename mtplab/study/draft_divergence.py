@@ -38,16 +38,15 @@ def draft_divergence(model: Model, texts: Sequence[Sequence[int]], skips: Sequen
     """
     import torch
 
-    from mtplab.decode.threads import on_device, running_with, thread_count
+    from mtplab.decode.threads import model_threads, on_device, running_with
     from mtplab.study.text_batches import check_texts, text_batches
 
     if model.draft is None:
         raise ConfigError(f"{model.checkpoint.path}: there is no MTP head to ask")
     check_texts(texts, skips)
     found: list[np.ndarray] = []
-    weights = sum(int(np.prod(module.shape)) for module in model.plan.modules)
     row_bytes = 4 * (8 * model.config.vocab_size + 64 * model.config.hidden_size)
-    with torch.inference_mode(), running_with(thread_count(None, weights, model.device)), on_device(model.device):
+    with torch.inference_mode(), running_with(model_threads(model)), on_device(model.device):
         for batch in text_batches(model, texts, skips, row_bytes):
             hidden = batch.target(model.target)
             log_p = _log_softmax(model.target.logits(model.target.normed(hidden[batch.judged]))[batch.before])

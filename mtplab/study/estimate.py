@@ -160,7 +160,7 @@ def estimate_texts(
         texts: lists of ids; judged are the tokens after the first `skips[i]` + 1 of text i, two at least.
         draws, seed: as in `estimated`.
     """
-    from mtplab.decode.threads import on_device, running_with, thread_count
+    from mtplab.decode.threads import model_threads, on_device, running_with
     from mtplab.study.text_batches import check_texts
 
     if draws is None:
@@ -169,8 +169,7 @@ def estimate_texts(
         raise ConfigError(f"draws is {draws!r:.60}; expected a whole number of at least 1")
     check_texts(texts, skips)
     began = time.perf_counter()
-    weights = sum(int(np.prod(module.shape)) for module in model.plan.modules)
-    with running_with(thread_count(None, weights, model.device)), on_device(model.device):
+    with running_with(model_threads(model)), on_device(model.device):
         parts = _Passes(model, quantised, draws, seed).over(texts, skips)
     joined = [{name: np.concatenate([part[i][name] for part in parts], -1) for name in parts[0][i]} for i in range(3)]
     judged = tuple(len(text) - skip - 1 for text, skip in zip(texts, skips, strict=True))

@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
-import math
 import os
 import threading
 import time
@@ -23,6 +22,7 @@ import numpy as np
 
 from mtplab.config import MAX_DEPTH
 from mtplab.errors import ConfigError
+from mtplab.models.cache_fit import check_cache
 from mtplab.study.interval import jackknife, without_one
 from mtplab.study.module_groups import ModuleGroup, module_groups, never_fp8
 from mtplab.study.point import canonical_json
@@ -30,7 +30,7 @@ from mtplab.study.prompts import calibration_ids
 
 __all__ = ["Change", "ExclusionMeter", "Measured", "kl_change", "length_change", "relative_loss"]
 
-SCHEMA = 1
+SCHEMA = 2  # 1 let a quantised cache write the texts of KL
 _KEEP_BYTES = 1 << 30  # of the reference's logits
 
 
@@ -114,7 +114,7 @@ class ExclusionMeter:
         max_new_tokens: per prompt, for acceptance and for the texts that KL is taken over, which the BF16 model
             writes at temperature 1 from the same prompts.
         seed: of those texts.
-        quant_policy: of the KV cache, in every measurement but the reference of KL.
+        quant_policy: of the KV cache, in every measurement but the reference of KL and its texts.
         exact: arithmetic in which no row depends on another; acceptance is then `generate`'s own.
         results: a folder where every measurement is kept and read back from; None keeps them in memory only.
         cancel: an event; once set, what is being measured raises Cancelled.
@@ -154,7 +154,11 @@ class ExclusionMeter:
         self.model = load_model(checkpoint, device=device, quant_policy=quant_policy, exact=exact)
         if self.model.draft is None:
             raise ConfigError(f"{checkpoint}: there is no MTP head whose acceptance could be measured")
+        for part in ("target", "draft"):
+            check_cache(self.model.checkpoint, self.model.config, self.model.policy(part), part)
         self.prompts = [list(ids) for ids in found.encoded(self.model.encode)]
+        # a calibrated cache takes its scales from the bundled prompts
+        self.calibration = calibration_ids([self.model.engine.quant_policy], self.model.encode)
         self.depth, self.max_new_tokens, self.seed = depth, max_new_tokens, seed
         self.cancel = cancel
         self.measured: dict[frozenset[str], Measured] = {}
@@ -216,13 +220,12 @@ class ExclusionMeter:
 
     def _measure(self, excluded: frozenset[str]) -> Measured:
         from mtplab.decode import Cancelled
-        from mtplab.decode.threads import running_with, thread_count
+        from mtplab.decode.threads import model_threads, running_with
 
         if self.cancel is not None and self.cancel.is_set():
             raise Cancelled("cancelled between two measurements")
         began = time.perf_counter()
-        weights = sum(math.prod(module.shape) for module in self.model.plan.modules)
-        with running_with(thread_count(None, weights, self.model.device)):
+        with running_with(model_threads(self.model)):
             # from the last one: most sets differ from it in a module or two
             self._last = model = self._last.with_exclusions(sorted(excluded) or "none", model_format="fp8")
             kl, agreed = self._quality(model, excluded)
@@ -260,7 +263,8 @@ class ExclusionMeter:
             if self._of_target(key) == mine:
                 return other.kl, other.agreed
         skip = [len(prompt) - 1 for prompt in self.prompts]
-        found = quality(model, self.texts, self._reference, skip=skip, exact=self.model.engine.exact)
+        exact, texts = self.model.engine.exact, self.calibration
+        found = quality(model, self.texts, self._reference, skip=skip, exact=exact, calibration=texts)
         count = len(self.prompts)
         agreed = np.bincount(found.text, found.agrees, count)
         return tuple(np.bincount(found.text, found.kl, count).tolist()), tuple(int(n) for n in agreed)
@@ -277,24 +281,10 @@ class ExclusionMeter:
             model,
             self.prompts,
             self.depth,
-            temperature=0.0,
-            seed=0,
             max_new_tokens=self.max_new_tokens,
-            top_k=0,
-            top_p=1.0,
-            quant_policy=None,
-            draft_quant_policy=None,
-            draft_sampling="greedy",
-            target_hidden="post_norm",
-            draft_hidden="post_norm",
-            exact=None,
-            compile=False,
             ignore_eos=True,
-            max_batch=64,
-            threads=None,
-            on_round=None,
             cancel=self.cancel,
-            calibration=calibration_ids([self.model.engine.quant_policy], self.model.encode),
+            calibration=self.calibration,
         )
         mine = self._of_target(excluded)
         if mine not in self._outputs:
@@ -324,6 +314,7 @@ class ExclusionMeter:
             "quant_policy": self.model.policy("target").name,
             "device": self.model.device.type,
             "exact": self.model.engine.exact and self.model.can_be_exact,
+            "calibration": self.calibration,
         }
         self.settings_hash = hashlib.sha256(canonical_json(facts).encode("ascii")).hexdigest()
         folder = results_folder(self._results)

@@ -132,16 +132,16 @@ def read(
 
 
 def own_texts(model: Model, prompts: Any, max_new_tokens: int = 128, seed: int = 0, **settings: Any) -> list[list[int]]:
-    """Prompts continued by the model itself, drawn at temperature 1: texts that are typical of it, as ids.
+    """Prompts continued by the model itself, drawn at temperature 1: texts that are typical of it, as ids. Its cache is
+    unquantised meanwhile, whatever its default is.
 
     `settings` are those of `generate`. Raises what it raises.
     """
     from mtplab.decode import generate, token_ids
 
     ids = token_ids(model, prompts)
-    run = generate(
-        model, ids, depth=0, temperature=1.0, seed=seed, max_new_tokens=max_new_tokens, ignore_eos=True, **settings
-    )
+    plain = {"depth": 0, "temperature": 1.0, "ignore_eos": True, "quant_policy": "none"}
+    run = generate(model, ids, seed=seed, max_new_tokens=max_new_tokens, **plain | settings)
     return [prompt + output for prompt, output in zip(ids, run.tokens, strict=True)]
 
 
@@ -236,12 +236,11 @@ def _compare(
     import torch
 
     from mtplab.decode.reading import read_texts
-    from mtplab.decode.threads import running_with, thread_count
+    from mtplab.decode.threads import model_threads, running_with
     from mtplab.quant.policy import resolve_policy
 
-    weights = sum(int(np.prod(module.shape)) for module in model.plan.modules)
     columns: dict[str, list[np.ndarray]] = {name: [] for name in ("text", "position", "nll", "ref", "kl", "agrees")}
-    with running_with(thread_count(None, weights, model.device)):
+    with running_with(model_threads(model)):
         other = None
         if isinstance(reference, Reading):
             other = iter(reference.parts)

@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mtplab.errors import ConfigError, MtplabError
+from mtplab.errors import ConfigError
+from mtplab.study.frame import frame
 from mtplab.study.interval import length_error
 from mtplab.study.row import ResultRow
 from mtplab.study.soundness import COLUMNS, quality_cells, quality_notes
@@ -156,14 +157,8 @@ class SweepResult:
         return found
 
     def to_frame(self) -> Any:
-        """A pandas DataFrame, one line per result row. Raises `MtplabError` without pandas."""
-        try:
-            import pandas
-        except ImportError:
-            raise MtplabError(
-                "to_frame() needs pandas, which is not installed: pip install pandas (.rows and rows.jsonl do without)"
-            ) from None
-        return pandas.DataFrame([json.loads(row.to_json()) for row in self.rows])
+        """A pandas DataFrame, one line per result row. Raises `ConfigError` without pandas."""
+        return frame([json.loads(row.to_json()) for row in self.rows], ".rows and rows.jsonl do")
 
     def _varying(self) -> tuple[list[str], list[str]]:
         """(columns to show, values that all rows share)."""

@@ -200,7 +200,6 @@ class QualityMeter:
                         prompts,
                         config.max_new_tokens,
                         TEXT_SEED,
-                        quant_policy="none",
                         exact=config.exact,
                         cancel=cancel,
                     )

@@ -22,6 +22,7 @@ from mtplab.cli_compare import compare
 from mtplab.cli_doctor import doctor
 from mtplab.cli_exclude import exclude
 from mtplab.cli_generate import generate
+from mtplab.cli_measure import measure
 from mtplab.cli_quantize import quantize
 from mtplab.cli_report import join_parameters, report
 from mtplab.cli_sweep import sweep
@@ -39,6 +40,7 @@ app = typer.Typer(
 app.command(short_help="Run prompts and see what was accepted.")(generate)
 app.command(short_help="What is in a checkpoint, what is wrong with it, what engines make of it.")(audit)
 app.command(short_help="Acceptance by depth, cache policy and exclusions; kept and read back.")(sweep)
+app.command(short_help="What draft depth pays on this machine, timed.")(measure)
 app.command(short_help="What draft depth pays on a GPU, from acceptance and a cost model.")(advise)
 app.command(short_help="Which modules must stay BF16: each one's cost, and a list for a budget.")(exclude)
 app.command(short_help="Execute a notebook, or take a sweep's results: one HTML file.")(report)

@@ -6,20 +6,23 @@ Knows no command's options; each has its own file. Nothing heavy is imported unt
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from mtplab.cli_advise import advise
 from mtplab.cli_audit import audit
-from mtplab.cli_common import ReaderGone, note, warnings_as_notes
+from mtplab.cli_common import ReaderGone, drop_output, note, warnings_as_notes
 from mtplab.cli_compare import compare
 from mtplab.cli_doctor import doctor
 from mtplab.cli_exclude import exclude
 from mtplab.cli_generate import generate
+from mtplab.cli_measure import measure
 from mtplab.cli_quantize import quantize
 from mtplab.cli_report import join_parameters, report
 from mtplab.cli_sweep import sweep
@@ -37,6 +40,7 @@ app = typer.Typer(
 app.command(short_help="Run prompts and see what was accepted.")(generate)
 app.command(short_help="What is in a checkpoint, what is wrong with it, what engines make of it.")(audit)
 app.command(short_help="Acceptance by depth, cache policy and exclusions; kept and read back.")(sweep)
+app.command(short_help="What draft depth pays on this machine, timed.")(measure)
 app.command(short_help="What draft depth pays on a GPU, from acceptance and a cost model.")(advise)
 app.command(short_help="Which modules must stay BF16: each one's cost, and a list for a budget.")(exclude)
 app.command(short_help="Execute a notebook, or take a sweep's results: one HTML file.")(report)
@@ -82,6 +86,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Failures are one line on stderr; set MTPLAB_DEBUG=1 to see where an unexpected one came from.
     """
     arguments = join_parameters(list(sys.argv[1:] if arguments is None else arguments))
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed by whoever called, as by `>&-`: nobody wants to read it
+            setattr(sys, name, Path(os.devnull).open("w", encoding="utf-8"))  # noqa: SIM115 - as long as the process
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):  # a terminal that cannot show a character is no reason to fail
             stream.reconfigure(errors="backslashreplace")
@@ -99,11 +106,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (KeyboardInterrupt, typer.Abort):
         return _fail("stopped", 1)
     except ReaderGone:  # that is how a pipe ends
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        drop_output()
         return 0
     except Exception as problem:
         if isinstance(problem, typer.BadParameter.__mro__[2]):  # click's family, which typer brings along
             return _fail(f"{problem.format_message()} (see mtplab --help)", 2)
+        if isinstance(problem, OSError) and problem.errno in (errno.ENOSPC, errno.EDQUOT):
+            return _fail(f"{problem.filename or 'the output'} cannot be written: {problem.strerror}; make room", 1)
         if os.environ.get("MTPLAB_DEBUG"):
             raise
         return _fail(f"{type(problem).__name__}: {problem} (unexpected; MTPLAB_DEBUG=1 shows where)", 1)

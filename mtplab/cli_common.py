@@ -7,16 +7,17 @@ its control characters shown, never obeyed.
 from __future__ import annotations
 
 import json
+import os
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from mtplab.errors import ConfigError
+from mtplab.errors import ConfigError, MtplabError
 from mtplab.report.text import plain
 
 __all__ = [
@@ -29,6 +30,7 @@ __all__ = [
     "TopK",
     "TopP",
     "depth_list",
+    "drop_output",
     "emit",
     "exclusion",
     "names",
@@ -83,17 +85,27 @@ def say(text: object = "") -> None:
 
 
 def emit(text: str) -> None:
-    """To stdout as it is, at once. Raises `ReaderGone` when nobody reads it any more."""
+    """To stdout as it is, at once. Raises `ReaderGone` when nobody reads it any more, MtplabError where it cannot be
+    written."""
     try:
         print(text, flush=True)
     except BrokenPipeError:  # typer would take it for a failure
         raise ReaderGone from None
+    except OSError as problem:
+        drop_output()
+        raise MtplabError(f"the output cannot be written: {problem.strerror}; send it elsewhere") from None
+
+
+def drop_output() -> None:
+    """Sends what is still to be written to stdout nowhere, so that leaving does not try it once more."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def note(text: object) -> None:
     """One line to stderr, `mtplab: ` in front, with what is too long to be read cut in the middle."""
     words = (_cut(word, MAX_WORD) for word in plain(text).split(" "))
-    print(f"mtplab: {_cut(' '.join(words).replace(chr(10), ' '), MAX_LINE)}", file=sys.stderr)
+    with suppress(OSError):  # a stderr that takes nothing changes neither what is done nor the exit code
+        print(f"mtplab: {_cut(' '.join(words).replace(chr(10), ' '), MAX_LINE)}", file=sys.stderr)
 
 
 def _cut(text: str, limit: int) -> str:

@@ -54,7 +54,7 @@ def up_to_the_work(repo, tmp_path, monkeypatch):
 
 def test_every_example_in_the_help_is_accepted(up_to_the_work, capsys):
     examples = []
-    commands = ("generate", "sweep", "audit", "quantize", "report", "compare", "doctor", "advise", "exclude")
+    commands = ("generate", "sweep", "audit", "quantize", "report", "compare", "doctor", "advise", "exclude", "measure")
     for name in ([], *([command] for command in commands)):
         main([*name, "--help"])
         lines = capsys.readouterr().out.splitlines()

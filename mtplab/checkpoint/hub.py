@@ -55,9 +55,16 @@ def resolve_hub(path: object) -> Path:
 def _cache() -> Path:
     given = os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE")
     if given:
-        return Path(given).expanduser()
+        return _expanded(given)
     home = os.environ.get("HF_HOME") or os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "huggingface")
-    return Path(home).expanduser() / "hub"
+    return _expanded(home) / "hub"
+
+
+def _expanded(path: str) -> Path:
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:  # a ~ of nobody's
+        raise ConfigError(f"{shown(path)}: no such user's folder; set HF_HUB_CACHE to the path of the cache.") from None
 
 
 def _snapshot(repository: Path, revision: str) -> Path | None:

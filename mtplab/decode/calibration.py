@@ -66,9 +66,9 @@ def _of_side(model, policy: QuantPolicy, part: str, which: int, texts, hidden: t
     found = {}
     for layer, most in _largest(model, part, texts, hidden).items():
         amax = most[which] if side.scales == "calibrated-head" else most[which].amax(keepdim=True)
-        # a head that is always zero loses nothing at scale 1
+        # a head that is always zero, or so small that its scale is, loses nothing at scale 1
         scale = amax / torch.full_like(amax, _TOP[side.storage.name])
-        found[layer] = scale.where(amax > 0, torch.ones_like(amax))
+        found[layer] = scale.where(scale > 0, torch.ones_like(amax))
     return found
 
 

@@ -128,7 +128,7 @@ def resolve_run(
             f"max_position_embeddings of {model.config.max_position}; shorten it or lower max_new_tokens"
         )
     threads = model_threads(model, threads)
-    texts = None if calibration is None else token_ids(model, calibration)
+    texts = None if calibration is None else token_ids(model, calibration, "calibration", "calibration text")
     with running_with(threads):
         policy = bound(model, policy, "target", texts, (target_hidden, draft_hidden))
         if depth:
@@ -136,33 +136,34 @@ def resolve_run(
     return RunSettings(ids, spec, sampling, policy, draft_policy, exact, max_batch, threads)
 
 
-def token_ids(model: Model, prompts: Prompts) -> list[list[int]]:
-    """Prompts as lists of ids. Raises ConfigError naming the prompt that is empty or out of the vocabulary."""
+def token_ids(model: Model, prompts: Prompts, name: str = "prompts", one: str = "prompt") -> list[list[int]]:
+    """Prompts as lists of ids. Raises ConfigError naming the prompt that is empty or out of the vocabulary; `name` and
+    `one` are what its messages call the argument and one of its parts."""
     if isinstance(prompts, str):
         prompts = [prompts]
     if not isinstance(prompts, Sequence) or not prompts:
         raise ConfigError(
-            f"prompts is {prompts!r}; expected a string, or a non-empty list of strings or of lists of ids"
+            f"{name} is {prompts!r:.60}; expected a string, or a non-empty list of strings or of lists of ids"
         )
     out = []
     for i, prompt in enumerate(prompts):
         if isinstance(prompt, str):
             fault = not_text(prompt)
             if fault is not None:
-                raise ConfigError(f"prompt {i} {fault}")
+                raise ConfigError(f"{one} {i} {fault}")
             ids = model.encode(prompt)
         elif isinstance(prompt, bytes | bytearray):
-            raise ConfigError(f"prompt {i} is bytes; expected a string or a list of token ids")
+            raise ConfigError(f"{one} {i} is bytes; expected a string or a list of token ids")
         else:
             try:
                 ids = [_token_id(t) for t in prompt]
             except TypeError:
-                raise ConfigError(f"prompt {i} is {prompt!r:.60}; expected a string or a list of token ids") from None
+                raise ConfigError(f"{one} {i} is {prompt!r:.60}; expected a string or a list of token ids") from None
         if not ids:
-            raise ConfigError(f"prompt {i} is empty; expected at least one token")
+            raise ConfigError(f"{one} {i} is empty; expected at least one token")
         wrong = next((t for t in ids if not 0 <= t < model.config.vocab_size), None)
         if wrong is not None:
-            raise ConfigError(f"prompt {i} has token id {wrong}; expected 0 to {model.config.vocab_size - 1}")
+            raise ConfigError(f"{one} {i} has token id {wrong}; expected 0 to {model.config.vocab_size - 1}")
         out.append(ids)
     return out
 

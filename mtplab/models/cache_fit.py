@@ -41,10 +41,14 @@ def check_policy(config: ModelConfig, policy: QuantPolicy, part: str = "target")
     wrong = [layer for layer in policy.kept if layer not in attention]
     if wrong:
         raise ConfigError(
-            f"quant_policy {policy.name} keeps layer{'s' * (len(wrong) > 1)} {', '.join(map(str, wrong))} "
-            f"unquantised, which {'have' if len(wrong) > 1 else 'has'} no KV cache here; expected some of "
-            f"{', '.join(map(str, attention))}, the target's attention layers"
+            f"quant_policy {policy.name:.60} keeps layer{'s' * (len(wrong) > 1)} {_some(wrong)} unquantised, which "
+            f"{'have' if len(wrong) > 1 else 'has'} no KV cache here; expected some of {_some(attention)}, the "
+            "target's attention layers"
         )
+
+
+def _some(numbers: list[int], most: int = 32) -> str:
+    return ", ".join(map(str, numbers[:most])) + ", …" * (len(numbers) > most)
 
 
 def scale_names(

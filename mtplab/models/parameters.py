@@ -67,6 +67,14 @@ class Parameters:
     def experts(self, at: str, count: int, inner: int, hidden: int) -> Experts:
         """The experts at `at`: files hold them one by one, `{at}.{e}.gate_proj` and so on, or stacked [e, n, k] as
         `{at}.gate_up_proj` [count, 2·inner, hidden] (gate above up) and `{at}.down_proj` [count, hidden, inner]."""
+        names = [f"{at}.{e}.{part}_proj.weight" for e in range(count) for part in ("gate", "up", "down")]
+        stack = next(filter(self.has, (f"{at}.gate_up_proj", f"{at}.down_proj")), None)
+        single = next(filter(self.has, names), None)
+        if stack is not None and single is not None:
+            raise CheckpointError(
+                f"{self.checkpoint.path}: holds experts twice, stacked as {stack} and singly as {single}; expected one "
+                "of the two, for nothing says which counts. Remove those that a conversion left behind."
+            )
         if self.has(f"{at}.gate_up_proj"):
             up, down = f"{at}.gate_up_proj", f"{at}.down_proj"
             self._expect(up, (count, 2 * inner, hidden))

@@ -208,17 +208,17 @@ def resolve_policy(policy: str | int | QuantPolicy) -> QuantPolicy:
     text, at, layers = policy.strip().lower().partition("@")
     names = text.split("/")
     if len(names) > 2:
-        raise ConfigError(f"quant_policy {policy!r} has {len(names)} parts; expected one, or K/V as in int8/int4")
+        raise ConfigError(f"quant_policy {policy!r:.60} has {len(names)} parts; expected one, or K/V as in int8/int4")
     sides = [_side(names[0], 0, policy), _side(names[-1], 1, policy)]
     found = QuantPolicy(*sides, _layers(layers, policy) if at else ())
     if found.kept and not found.quantised:
-        raise ConfigError(f"quant_policy {policy!r} keeps layers unquantised of a cache that is; use none")
+        raise ConfigError(f"quant_policy {policy!r:.60} keeps layers unquantised of a cache that is; use none")
     return found
 
 
 def _side(text: str, which: int, policy: str) -> Side:
     name, colon, scales = (part.strip() for part in text.partition(":"))
-    if name.isdigit() and len(name) < 4:
+    if re.fullmatch("[0-9]{1,3}", name):
         name = _NUMBERS.get(int(name), name)
     name = _ALIASES.get(name, name)
     if name not in _STORED:
@@ -228,29 +228,41 @@ def _side(text: str, which: int, policy: str) -> Side:
         return Side(storage)
     if not storage.float8:
         raise ConfigError(
-            f"quant_policy {policy!r} gives {name} scales ({scales!r}); only fp8_e4m3 and fp8_e5m2 take any: use {name}"
+            f"quant_policy {policy!r:.60} gives {name} scales ({scales!r:.40}); only fp8_e4m3 and fp8_e5m2 take any: "
+            f"use {name}"
         )
     if scales not in SCALES:
-        raise ConfigError(f"quant_policy {policy!r} asks for scales {scales!r}; expected one of {', '.join(SCALES)}")
+        known = ", ".join(SCALES)
+        raise ConfigError(f"quant_policy {policy!r:.60} asks for scales {scales!r:.40}; expected one of {known}")
     if scales == "checkpoint" and name != "fp8_e4m3":
-        raise ConfigError(f"quant_policy {policy!r}: a checkpoint's scales are those of E4M3; use fp8_e4m3:checkpoint")
+        raise ConfigError(
+            f"quant_policy {policy!r:.60}: a checkpoint's scales are those of E4M3; use fp8_e4m3:checkpoint"
+        )
     return Side(storage, scales)
 
 
 def _layers(text: str, policy: str) -> tuple[int, ...]:
     if not re.fullmatch(r"[0-9]{1,4}(\+[0-9]{1,4})*", text):
-        raise ConfigError(f"quant_policy {policy!r} keeps layers {text!r}; expected their numbers, as in int8@3+7")
+        raise ConfigError(
+            f"quant_policy {policy!r:.60} keeps layers {text!r:.40}; expected their numbers, as in int8@3+7"
+        )
     return tuple(sorted({int(part) for part in text.split("+")}))
 
 
 def _unknown(policy: object, name: object = None) -> ConfigError:
     known = ", ".join(f"{each} ({number})" for number, each in _NUMBERS.items())
-    part = f" (its part {name!r})" if name is not None and name != policy else ""
-    hint = "; vLLM's turboquant_* store other codes and are not among them" if "turboquant_" in str(policy) else ""
+    part = f" (its part {name!r:.40})" if name is not None and name != policy else ""
+    other = isinstance(policy, str) and "turboquant_" in policy
+    hint = "; vLLM's turboquant_* store other codes and are not among them" if other else ""
     return ConfigError(
-        f"unknown quant_policy {policy!r}{part}; expected one of {known}, or an alias: {', '.join(_ALIASES)}; or "
+        f"unknown quant_policy {_shown(policy)}{part}; expected one of {known}, or an alias: {', '.join(_ALIASES)}; or "
         f"{GRAMMAR.removeprefix('a name, ')}{hint}"
     )
+
+
+def _shown(value: object) -> str:
+    # Python refuses to spell whole numbers of more than 4300 digits
+    return f"{value!r:.60}" if not isinstance(value, int) or abs(value) < 1 << 64 else "a number beyond 64 bits"
 
 
 def _side_words(side: Side, which: str) -> str:

@@ -37,7 +37,10 @@ def resolve_path(path: str | Path, must_exist: bool = True) -> Path:
     """
     if is_hub_name(path):
         return resolve_hub(path)
-    given = Path(path).expanduser()
+    try:
+        given = Path(path).expanduser()
+    except RuntimeError:  # a ~ of nobody's
+        raise ConfigError(f"{path}: no such user's folder; give the path without ~") from None
     if given.is_absolute() or given.exists():
         if must_exist and not given.exists():
             raise ConfigError(f"{given} does not exist; give the path of a checkpoint folder or a file")

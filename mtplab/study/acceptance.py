@@ -18,6 +18,7 @@ from mtplab.errors import ConfigError
 from mtplab.study.bootstrap import ratio_interval
 from mtplab.study.frame import frame
 from mtplab.study.interval import jackknife, without_one
+from mtplab.study.questions import confidence_of, edges_of
 from mtplab.study.renewal import Counts, expected_counts
 
 if TYPE_CHECKING:
@@ -104,7 +105,7 @@ class Acceptance:
 
     def only(self, domain: str) -> Acceptance:
         """Acceptance of one domain's prompts, with every view. Raises ConfigError for a name that no prompt has."""
-        if domain not in self._parts:
+        if not isinstance(domain, str) or domain not in self._parts:
             self._parts[domain] = Acceptance(self.trace.narrowed(domain))
         return self._parts[domain]
 
@@ -141,13 +142,12 @@ class Acceptance:
 
     def context_counts(self, depth: int, edges: Sequence[int]) -> list[tuple[int, int, np.ndarray, np.ndarray]]:
         """The same as sums by prompt: (first position, position after the last, tokens [p], rounds [p])."""
-        if len(edges) < 2 or any(b <= a for a, b in itertools.pairwise(edges)):
-            raise ConfigError(f"edges is {list(edges)!r}; expected at least two positions, each beyond the one before")
+        edges = edges_of(edges)
         counts, starts = self.counts(depth), self.starts
         found = []
         for low, high in itertools.pairwise(edges):
             inside = np.where((starts >= low) & (starts < high), counts.visits, 0.0)
-            found.append((int(low), int(high), (inside * counts.length).sum(1), inside.sum(1)))
+            found.append((low, high, (inside * counts.length).sum(1), inside.sum(1)))
         return found
 
     @property
@@ -164,6 +164,11 @@ class Acceptance:
 
     def schedule_counts(self, depth_at: Callable[[np.ndarray], np.ndarray]) -> Counts:
         """The same by prompt."""
+        if not callable(depth_at):
+            raise ConfigError(
+                f"depth_at is {depth_at!r:.60}; expected a function from positions to depths, such as "
+                "lambda at: np.where(at < 64, 1, 4)"
+            )
         return self.counts(np.asarray(depth_at(self.starts)))
 
     def gate(self, confidence: float, depth: int | None = None) -> AcceptanceStats:
@@ -177,8 +182,7 @@ class Acceptance:
     def gate_counts(self, confidence: float, depth: int | None = None) -> Counts:
         """The same by prompt."""
         most = self.trace.max_depth if depth is None else depth
-        if not 0.0 <= confidence <= 1.0:
-            raise ConfigError(f"confidence is {confidence!r}; expected a probability, 0 to 1")
+        confidence = confidence_of(confidence)
         self.counts(most)  # which checks it
         if (confidence, most) in self._gates:
             return self._gates[confidence, most]

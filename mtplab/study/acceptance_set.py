@@ -6,6 +6,7 @@ Holds one `Acceptance` a temperature, over the same prompts; each answers from i
 from __future__ import annotations
 
 import html
+import numbers
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ from mtplab.errors import ConfigError
 from mtplab.study.acceptance import FEW_PROMPTS, Acceptance
 from mtplab.study.acceptance_views import VIEWS, Choice, View, lines_of
 from mtplab.study.frame import frame
+from mtplab.study.questions import confidence_of, listed, pair_of, position_of
 from mtplab.study.trace import Trace
 
 __all__ = ["AcceptanceSet"]
@@ -41,9 +43,10 @@ class AcceptanceSet:
     """
 
     def __init__(self, found: Iterable[Acceptance | Trace]) -> None:
-        each = [one.acceptance() if isinstance(one, Trace) else one for one in found]
-        if not each:
-            raise ConfigError("an AcceptanceSet of nothing; give at least one trace")
+        each = [
+            one.acceptance() if isinstance(one, Trace) else one
+            for one in listed("the AcceptanceSet", found, Acceptance | Trace, "a list of traces, one or more")
+        ]
         self._by = {one.temperature: one for one in sorted(each, key=lambda one: one.temperature)}
         if len(self._by) < len(each):
             raise ConfigError(f"{len(each)} traces at {len(self._by)} temperatures; expected one trace for each")
@@ -72,7 +75,7 @@ class AcceptanceSet:
         return range(min(len(one.depths) for one in self._by.values()))
 
     def __getitem__(self, temperature: float) -> Acceptance:
-        if temperature not in self._by:
+        if not isinstance(temperature, numbers.Real) or temperature not in self._by:
             raise ConfigError(f"temperature {temperature!r} was not traced; there are {self.temperatures}")
         return self._by[temperature]
 
@@ -116,15 +119,16 @@ class AcceptanceSet:
         """
         if name not in VIEWS:
             raise ConfigError(f"view is {name!r}; expected one of {', '.join(VIEWS)}")
-        low, high = depths or (0, self.depths[-1])
-        if not (low in self.depths and high in self.depths and low <= high):
-            raise ConfigError(f"depths is {depths!r}; expected lowest and highest of 0 to {self.depths[-1]}, as traced")
-        if not 0.0 <= confidence <= 1.0:
-            raise ConfigError(f"confidence is {confidence!r}; expected a probability, 0 to 1")
-        if not domains or temperatures == []:
-            raise ConfigError("no temperature or no domain to show; pick at least one of each")
-        choice = Choice(low, high, confidence, switch)
-        chosen = [self[temperature] for temperature in (self.temperatures if temperatures is None else temperatures)]
+        expected = f"lowest and highest of 0 to {self.depths[-1]}, as traced"
+        low, high = (0, self.depths[-1]) if depths is None else pair_of("depths", depths, expected)
+        if not (low in self.depths and high in self.depths):
+            raise ConfigError(f"depths is {depths!r:.60}; expected {expected}")
+        wanted = self.temperatures
+        if temperatures is not None:
+            wanted = listed("temperatures", temperatures, numbers.Real, f"at least one of {self.temperatures}")
+        domains = listed("domains", domains, str | None, "a list of domains, None among them for all prompts")
+        choice = Choice(low, high, confidence_of(confidence), position_of("switch", switch))
+        chosen = [self[temperature] for temperature in wanted]
         each = [(one if domain is None else one.only(domain), domain) for one in chosen for domain in domains]
         lines = tuple(line for one, domain in each for line in lines_of(name, one, choice, domain))
         titles = {

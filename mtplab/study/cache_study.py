@@ -18,6 +18,7 @@ from mtplab.errors import ConfigError
 from mtplab.study.interval import jackknife, without_one
 from mtplab.study.prompts import calibration_ids, load_prompts
 from mtplab.study.quality import Quality, own_texts, quality, read
+from mtplab.study.questions import traced_depth
 
 if TYPE_CHECKING:
     from mtplab.models import Model
@@ -194,6 +195,9 @@ def compare_caches(
 
     if model.draft is None:
         raise ConfigError(f"{model.checkpoint.path} has no MTP head: there is no acceptance to compare; use quality()")
+    max_depth = traced_depth(max_depth)
+    # a text is one policy, and not the letters of it
+    policies, draft_policies = ([one] if isinstance(one, str) else one for one in (policies, draft_policies))
     if not policies:
         raise ConfigError("policies is empty; give at least one, such as 'int8'")
     targets = list(dict.fromkeys(resolve_policy(policy).name for policy in policies))

@@ -20,6 +20,7 @@ import numpy as np
 from mtplab.errors import ConfigError
 from mtplab.study.interval import jackknife, without_one
 from mtplab.study.prompts import calibration_ids
+from mtplab.study.questions import edges_of
 
 if TYPE_CHECKING:
     import threading
@@ -84,8 +85,7 @@ class Quality:
     def by_context(self, edges: Sequence[int]) -> list[dict[str, Any]]:
         """Means within ranges of positions: from, to, tokens, kl, half its 95 % interval over texts, top1_agreement,
         perplexity (None without tokens)."""
-        if len(edges) < 2 or any(b <= a for a, b in itertools.pairwise(edges)):
-            raise ConfigError(f"edges is {list(edges)!r}; expected at least two positions, each beyond the one before")
+        edges = edges_of(edges)
         found = []
         for low, high in itertools.pairwise(edges):
             inside = (self.position >= low) & (self.position < high)
@@ -124,7 +124,7 @@ def read(
     from mtplab.decode.settings import token_ids
     from mtplab.quant.policy import resolve_policy
 
-    ids = token_ids(model, texts)
+    ids = token_ids(model, texts, "texts", "text")
     for number, text in enumerate(ids):
         _check_length(number, text, model.config.max_position)
     parts = list(_until(cancel, read_texts(model, ids, resolve_policy("none"), exact)))
@@ -175,7 +175,7 @@ def quality(
     from mtplab.decode.settings import token_ids
     from mtplab.quant.policy import resolve_policy
 
-    ids = token_ids(model, texts)
+    ids = token_ids(model, texts, "texts", "text")
     skips = _skips(skip, len(ids))
     room = min(each.config.max_position for each in (model, reference) if each is not None)
     for number, (text, kept) in enumerate(zip(ids, skips, strict=True)):

@@ -139,7 +139,4 @@ def given_outputs(model: Model, prompts: Any, output: Trace | Sequence[Sequence[
     wrong = next((i for i, each in enumerate(output) if isinstance(each, str)), None)
     if wrong is not None:
         raise ConfigError(f"output {wrong} is text; expected a list of token ids, as Trace.outputs has them")
-    try:
-        return token_ids(model, output)
-    except ConfigError as fault:
-        raise ConfigError(str(fault).replace("prompt ", "output ", 1)) from None
+    return token_ids(model, output, "output", "output")

@@ -270,6 +270,7 @@ def trace(
     """
     from mtplab.decode.settings import resolve_run
     from mtplab.study.prompts import calibration_ids
+    from mtplab.study.questions import traced_depth
     from mtplab.study.reference import given_outputs
 
     if calibration is None:
@@ -299,8 +300,7 @@ def trace(
         cancel=cancel,
         calibration=calibration,
     )
-    if not max_depth:
-        raise ConfigError("max_depth is 0; expected 1 to 16: depth 0 drafts nothing that could be traced")
+    traced_depth(max_depth)
     names = tuple(domains) if domains is not None else ("",) * len(asked.ids)
     if len(names) != len(asked.ids):
         raise ConfigError(f"domains has {len(names)} names for {len(asked.ids)} prompts; expected one for each")

@@ -1,0 +1,116 @@
+"""`mtplab measure`: what draft depth pays on this machine, by batch.
+
+Loads a model and prints what `mtplab.study.depth_timing` found; knows no arithmetic.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from mtplab.cli_common import (
+    Calibration,
+    CheckpointPath,
+    Device,
+    MaxNewTokens,
+    depth_list,
+    exclusion,
+    names,
+    path_of,
+    print_json,
+    say,
+    step_bar,
+)
+from mtplab.errors import ConfigError
+
+if TYPE_CHECKING:
+    from mtplab.study.depth_timing import DepthTimes
+
+__all__ = ["measure"]
+
+
+def measure(
+    path: CheckpointPath,
+    depths: Annotated[str, typer.Option(metavar="DEPTHS", help="0-8, 1,2,4, …")] = "0-8",
+    batch: Annotated[
+        list[str] | None, typer.Option(metavar="NUMBERS", help="Sequences at once, commas between.  [default: 1]")
+    ] = None,
+    quant_policy: Annotated[str, typer.Option(metavar="NAME", help="KV cache policy.")] = "none",
+    model_format: Annotated[
+        str | None, typer.Option(metavar="FORMAT", help="fp8 quantises a BF16 checkpoint as it is loaded.")
+    ] = None,
+    exclude: Annotated[
+        list[str] | None, typer.Option(metavar="LIST", help="Modules kept from FP8: published, none, or globs.")
+    ] = None,
+    temperature: Annotated[float, typer.Option(metavar="NUMBER", help="0 is greedy.")] = 0.0,
+    prompts: Annotated[
+        Path | None, typer.Option(metavar="FILE", parser=path_of, help="Prompts; the bundled ones if left out.")
+    ] = None,
+    calibration: Calibration = None,
+    max_new_tokens: MaxNewTokens = 64,
+    repeats: Annotated[int, typer.Option(metavar="N", help="How often every depth is timed.")] = 3,
+    fast: Annotated[bool, typer.Option("--fast/--exact", help="The fastest arithmetic, or row-invariant.")] = True,
+    device: Device = "cpu",
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")] = False,
+) -> None:
+    """Time every draft depth on this machine and say which pays, at each batch.
+
+    Depths take turns, so that a machine that slows down slows all of them; a speed-up is held against plain decoding of
+    the same repeat. For a GPU that is not here: mtplab advise.
+
+    \b
+    Examples:
+      mtplab measure data/tiny-qwen3_5-fp8 --quant-policy int8 --batch 1,64
+      mtplab measure data/tiny-qwen3_5 --depths 0-4 --repeats 5
+      mtplab measure data/tiny-qwen3_5 --depths 1,2 --max-new-tokens 16 --json
+    """
+    chosen, batches = depth_list(depths), names("--batch", batch or ["1"])
+    wrong = [part for part in batches if not part.isascii() or not part.isdecimal() or not 0 < int(part[:9]) < 4097]
+    if wrong:
+        raise ConfigError(f"--batch {wrong[0]!r:.60}: expected whole numbers from 1 to 4096, such as 1,64")
+    from mtplab.models import load_model
+    from mtplab.quant.policy import resolve_policy
+    from mtplab.study.depth_timing import time_depths
+    from mtplab.study.prompts import calibration_ids, load_prompts
+
+    policy, texts = resolve_policy(quant_policy), load_prompts(prompts)
+    kept = exclusion("--exclude", *exclude) if exclude else None
+    model = load_model(path, device=device, exclude=kept, model_format=model_format, quant_policy=policy)
+    with step_bar(None, "timing", "run") as bar:
+
+        def on_step(done: int, total: int) -> None:
+            bar.total = total
+            bar.update(done - bar.n)
+
+        found = time_depths(
+            model,
+            [list(ids) for ids in texts.encoded(model.encode)],
+            chosen,
+            [int(part) for part in batches],
+            repeats,
+            max_new_tokens,
+            on_step,
+            temperature=temperature,
+            exact=None if not fast else False,
+            calibration=calibration_ids([policy], model.encode, calibration),
+        )
+    if as_json:
+        print_json({"lines": found.to_records(), "repeats": found.repeats, "settings": found.settings})
+        return
+    say(_table(found))
+
+
+def _table(found: DepthTimes) -> str:
+    lines = []
+    for batch in found.batches:
+        lines += [found.sentence(batch), "", "depth  tokens a round  tokens/s  speed-up (least to most)"]
+        for line in found.at(batch):
+            length = "–" if line.length is None else f"{line.length:.2f}"
+            lines.append(
+                f"{line.depth:5}  {length:>14}  {line.tokens_per_second:8.0f}  {line.speedup:.2f}× "
+                f"({line.low:.2f} to {line.high:.2f})"
+            )
+        lines.append("")
+    return "\n".join(lines).rstrip("\n")

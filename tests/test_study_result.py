@@ -47,5 +47,10 @@ def test_caches_in_words():
 
 def test_a_study_calls_its_settings_by_these_words():
     table = SweepResult(rows(excludes=("*", "none"), policies=("none", "int8"))).to_table()
-    assert "all BF16    unquantised  1.00" in table and "all FP8     int8" in table
+    lines = [line.split() for line in table.splitlines()]
+    assert "all BF16    unquantised  " in table and "all FP8     int8" in table
+    assert next(line for line in lines if line[:1] == ["exclusions"])[1:5] == ["KV", "cache", "KV", "B/token"]
+    assert "all BF16    unquantised         256  1.00" in table and "all FP8     int8                136  1.00" in table
+    alone = SweepResult(rows(excludes=("*", "none"), policies=("int8",))).to_table()
+    assert "KV B/token" not in alone and "all BF16    int8      1.00" in alone
     assert "format" not in table and "prompt set prompts" in table and "prompts prompts" not in table

@@ -34,6 +34,7 @@ _COLUMNS = {
     "prompt set": lambda row: row.prompt_set,
 }
 _ALWAYS = ("exclusions", "KV cache")
+_BYTES = "KV B/token"  # of the target's cache, shown where points differ in it
 _PLUS_MINUS = "± is half a 95 % interval over prompts, of each number by itself and not of the difference of two"
 
 
@@ -100,7 +101,7 @@ class SweepResult:
         """Acceptance length by depth as aligned text: one line per point, or one per point and prompt domain."""
         common, header, lines, errors = self._cells(by_domain)
         widths = [max(len(line[i]) for line in [header, *lines]) for i in range(len(header))]
-        names = [name for name in header if not name.startswith("d=") and name not in COLUMNS]
+        names = [name for name in header if not name.startswith("d=") and name not in (_BYTES, *COLUMNS)]
 
         def aligned(cells: list[str]) -> str:
             padded = [
@@ -197,12 +198,15 @@ class SweepResult:
             points.setdefault(key, {})[row.depth] = row
         # a target is judged over all prompts: by domain there is nothing to show
         judged = None if by_domain else quality_cells(next(iter(by_depth.values())) for by_depth in points.values())
+        sizes = [next(filter(None, (r.kv_bytes_per_token for r in each.values())), None) for each in points.values()]
+        sized = not by_domain and len(set(filter(None, sizes))) > 1
         lines = []
         for number, (key, by_depth) in enumerate(points.items()):
             domains = dict.fromkeys(name for row in by_depth.values() for name in row.by_domain)
             for domain in domains if by_domain else [None]:
                 cells = [_cell(by_depth.get(depth), domain) for depth in depths]
-                own = [] if judged is None else judged[number]
+                own = ["–" if sizes[number] is None else f"{sizes[number]:g}"] if sized else []
+                own += [] if judged is None else judged[number]
                 lines.append([*key[1:], *([] if domain is None else [domain]), *own, *cells])
         if by_domain:
             names = [*names, "domain"]
@@ -218,7 +222,7 @@ class SweepResult:
             for row in self.rows
         )
         common = " · ".join([*checkpoints, *shared, *tokens]) or "no rows"
-        judges = [] if judged is None else COLUMNS
+        judges = [*([_BYTES] if sized else []), *([] if judged is None else COLUMNS)]
         return common, [*names, *judges, *(f"d={depth}" for depth in depths)], lines, errors
 
 

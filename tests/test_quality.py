@@ -81,7 +81,7 @@ def test_long_texts_are_read_in_segments(models, texts, monkeypatch):
         ([[1, 2, 3]], [-2], "skip is"),
         ([[1, 2, 3]], 0.5, "skip is 0.5"),
         ([[1, 2, 3]], ["1"], "skip is"),
-        ([], 0, "prompts is"),
+        ([], 0, "texts is"),
         ([[1, 2, 10**9]], 0, "token id"),
     ],
 )

@@ -221,11 +221,11 @@ def test_sweep_prints_a_table_and_reads_it_back(command, bundled, tmp_path):
     assert second.stdout.split("\n\ncomputed")[0] == table
     lines = table.splitlines()
     judged = ["KL, mnat", "top-1", "perplexity"]
-    assert re.split(" {2,}", lines[2]) == ["exclusions", "KV cache", *judged, "d=0", "d=1", "d=2"]
+    assert re.split(" {2,}", lines[2]) == ["exclusions", "KV cache", "KV B/token", *judged, "d=0", "d=1", "d=2"]
     assert [line.split()[:2] for line in lines[4:8]] == [
         [exclude, cache] for exclude in ("published", "mtp.*") for cache in ("unquantised", "int8")
     ]
-    cells = [re.split(" {2,}", line)[2:] for line in lines[4:8]]
+    cells = [re.split(" {2,}", line)[3:] for line in lines[4:8]]
     shapes = (r"\d+\.\d+ ±\d+\.?\d*", r"\d+\.\d %", r"\d+\.\d ×\d\.\d+", r"1\.00", r"\d\.\d\d( ±\d\.\d\d)?")
     assert all(re.fullmatch(*pair) for line in cells for pair in zip(shapes, line, strict=False)), cells
     assert "KL (from the unquantised target" in lines[8] and "± is half a 95 % interval over prompts" in lines[9]

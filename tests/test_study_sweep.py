@@ -323,7 +323,7 @@ def test_text_and_html_tables(checkpoint, tmp_path):
     lines = result.to_table().splitlines()
     assert "3 prompts × 16 tokens" in lines[0]
     header, body = lines[2], lines[4:]
-    assert re.split(" {2,}", header) == ["exclusions", "KV cache", "d=0", "d=1", "d=2", "d=3"]
+    assert re.split(" {2,}", header) == ["exclusions", "KV cache", "KV B/token", "d=0", "d=1", "d=2", "d=3"]
     assert len(body) == 4
     assert len({len(line) for line in lines[2:]}) == 1  # aligned
     assert body[0].split()[-1] == f"{result.rows[3].acceptance_length:.2f}"

@@ -6,6 +6,8 @@ NOTEBOOK ?= notebooks/01_fp8_to_speculation.ipynb
 # test workers, one thread each; 2 is what CI has
 WORKERS ?= 2
 PYTEST_FLAGS ?=
+# of JupyterLab: --allow-root and --no-browser in a container, say
+LAB_FLAGS ?=
 
 BIN := .venv/bin
 STAMP := .venv/.installed
@@ -30,7 +32,7 @@ test-fast: $(STAMP) ## what fits into four minutes
 	$(PYTEST) -m "not slow and not browser" $(PYTEST_FLAGS)
 
 lab: $(STAMP) ## open the notebooks in JupyterLab
-	$(BIN)/jupyter lab --ServerApp.root_dir=. --LabApp.default_url=/lab/tree/$(NOTEBOOK)
+	$(BIN)/jupyter lab --ServerApp.root_dir=. --LabApp.default_url=/lab/tree/$(NOTEBOOK) $(LAB_FLAGS)
 
 lint: $(STAMP) ## ruff, and notebooks committed stripped
 	$(BIN)/ruff check .

@@ -131,7 +131,10 @@ def _curve(
     given = {"--acceptance": acceptance, "--conditional": conditional, "--lengths": lengths, "--results": results}
     named = [name for name, value in given.items() if value]
     if len(named) != 1:
-        raise ConfigError(f"acceptance is given {len(named)} times; expected one of {', '.join(given)}")
+        raise ConfigError(
+            f"acceptance is given {len(named)} times; expected one of {', '.join(given)}"
+            + ("" if named else ": your engine's, or lengths that others published (docs/depth.md)")
+        )
     if results is None and (exclude is not None or temperature is not None):
         raise ConfigError(
             "--exclude and --temperature choose among --results; leave them out, or give a results folder"

@@ -26,6 +26,7 @@ from mtplab.cli_common import (
 from mtplab.errors import ConfigError
 
 if TYPE_CHECKING:
+    from mtplab.models import Model
     from mtplab.study.depth_timing import DepthTimes
 
 __all__ = ["measure"]
@@ -100,6 +101,7 @@ def measure(
         print_json({"lines": found.to_records(), "repeats": found.repeats, "settings": found.settings})
         return
     say(_table(found))
+    say(_basis(found, model))
 
 
 def _table(found: DepthTimes) -> str:
@@ -114,3 +116,11 @@ def _table(found: DepthTimes) -> str:
             )
         lines.append("")
     return "\n".join(lines).rstrip("\n")
+
+
+def _basis(found: DepthTimes, model: Model) -> str:
+    """What was timed: speed-ups of other weights or other arithmetic are others."""
+    linear = [module for module in model.plan.modules if module.multiplies]
+    fp8 = sum(module.weight == "fp8" for module in linear)
+    arithmetic = "row-invariant arithmetic, as in a report" if found.settings["exact"] else "the fastest arithmetic"
+    return f"\nTimed on {model.device} with {fp8} of {len(linear)} linear modules in FP8, in {arithmetic}."

@@ -87,7 +87,16 @@ def test_the_command(bundled, capsys):
     assert main([*words, "--quant-policy", "int8"]) == 0
     out = capsys.readouterr().out
     assert out.count("KV cache int8:") == 2 and out.count("depth  tokens a round") == 2
+    assert out.endswith("\nTimed on cpu with 0 of 39 linear modules in FP8, in the fastest arithmetic.\n")
     assert main([*words, "--json"]) == 0
     assert len(json.loads(capsys.readouterr().out)["lines"]) == 4
     assert main(["measure", str(bundled), "--batch", "0"]) == 2
     assert "--batch '0'" in capsys.readouterr().err
+
+
+def test_it_says_which_weights_and_which_arithmetic(bundled_fp8, capsys):
+    words = ["measure", str(bundled_fp8), "--depths", "1", "--repeats", "1", "--max-new-tokens", "4", "--exact"]
+    assert main(words) == 0
+    assert capsys.readouterr().out.endswith(
+        "\nTimed on cpu with 32 of 39 linear modules in FP8, in row-invariant arithmetic, as in a report.\n"
+    )

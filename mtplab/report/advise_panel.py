@@ -11,10 +11,11 @@ from typing import Any
 
 import ipywidgets as widgets
 
+from mtplab.errors import ConfigError
 from mtplab.report.advise_figures import advice_pictures
 from mtplab.report.advise_table import advice_table
 from mtplab.report.panels import Panel, Progress
-from mtplab.report.text import escape
+from mtplab.report.text import escape, plain
 from mtplab.study.advice import advise, best_map
 from mtplab.study.cost import CACHES, Setting
 from mtplab.study.curve import Curve
@@ -37,13 +38,19 @@ class AdvisePanel(Panel):
 
     Args:
         curves: label → acceptance to choose from, besides one conditional share for every position.
+        chosen: the label to start with; the last one if None.
+
+    Raises ConfigError for a label that is not there.
     """
 
     title = "What depth pays"
     run_label = "Show"
 
-    def __init__(self, curves: Mapping[str, Curve] | None = None):
+    def __init__(self, curves: Mapping[str, Curve] | None = None, chosen: str | None = None):
         self._curves = dict(curves or {})
+        if chosen is not None and chosen not in self._curves:
+            raise ConfigError(f"no curve is called {chosen!r:.80}; expected one of {', '.join(self._curves)}")
+        self._chosen = next(reversed(self._curves), "") if chosen is None else chosen
         self.advice = widgets.HTML()
         super().__init__()
         self.follow()
@@ -57,7 +64,7 @@ class AdvisePanel(Panel):
             min=0.0, max=1.0, step=0.01, value=0.8, description="Share, where assumed", style=_LABEL,
             layout=widgets.Layout(**_WIDE), continuous_update=False,
         )  # fmt: skip
-        curves = [("one share at every position", ""), *((label, label) for label in self._curves)]
+        curves = [("one share at every position", ""), *((plain(label), label) for label in self._curves)]
         return {
             "model": choice("Model", list(MODELS), "Qwen3.5-27B"),
             "weights": choice("Weights", list(WEIGHTS), "fp8"),
@@ -66,7 +73,7 @@ class AdvisePanel(Panel):
             "cache": choice("KV cache", CACHES, "none"),
             "batch": choice("Batch", BATCHES, 8),
             "context": choice("Context", CONTEXTS, 4096),
-            "curve": choice("Acceptance", curves, curves[-1][1]),
+            "curve": choice("Acceptance", curves, self._chosen),
             "share": share,
         }
 

@@ -139,7 +139,7 @@ class ModuleTree(widgets.VBox):
         tips = {
             "published": "nothing beside what the file holds in BF16" if quantised else "what Qwen's FP8 releases keep",
             "none": "everything in FP8 that can be",
-            "recommended": self._why or "what the caller recommends",
+            "recommended": plain(self._why) or "what the caller recommends",
         }
         button = widgets.Button(
             description=name, tooltip=f"{name}: {tips[name]}", disabled=name == "recommended" and not self._recommended

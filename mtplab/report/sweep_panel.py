@@ -141,7 +141,7 @@ class SweepPanel(Panel):
                 layout=widgets.Layout(**_CHILD),
             ),
             "prompts": widgets.Dropdown(
-                options=(ALL_PROMPTS, *domains, OWN_TEXT),
+                options=[(plain(name), name) for name in (ALL_PROMPTS, *domains, OWN_TEXT)],
                 description="Prompts",
                 style=_LABEL,
                 layout=widgets.Layout(**_CHILD),

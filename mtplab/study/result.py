@@ -123,8 +123,10 @@ class SweepResult:
 
         def row(cells: list[str], tag: str) -> str:
             sides = ["left" if i < len(names) else "right" for i in range(len(cells))]
-            # the interval below its number: nine depths side by side fit a page
-            texts = [html.escape(cell).replace(" ±", "<br>±") for cell in cells]
+            # intervals and ratios below their numbers: nine depths side by side fit a page
+            texts = [html.escape(cell) for cell in cells]
+            for sign in (" ±", " ×", " B/"):
+                texts = [text.replace(sign, f"<br>{sign[1:]}") for text in texts]
             return "".join(
                 f'<{tag} style="text-align:{side};white-space:nowrap">{text}</{tag}>'
                 for text, side in zip(texts, sides, strict=True)

@@ -38,9 +38,9 @@ DISTRIBUTION = {
     "nbformat": "nbconvert",
     "nbclient": "nbconvert",
 }
-# other engines the model card is measured with: each runs in an environment of its own, never in this one
 # libraries that the GPU benchmark measures too where somebody has installed them
 RIVALS = {"deep_gemm", "vllm"}
+# other engines the model card and `bench peers` measure: each runs in an environment of its own, never in this one
 PEERS = {"xllamacpp", "gguf", "vllm", "torchvision"}
 
 

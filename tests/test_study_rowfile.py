@@ -165,12 +165,12 @@ def test_a_small_file_takes_no_giant_memory_and_a_wrong_one_no_time(tmp_path, mo
     path = tmp_path / "bomb.json"
     path.write_text("[" + "[]," * 4_000_000)
     tracemalloc.start()
-    began = time.perf_counter()
+    began = time.thread_time()
     with pytest.raises(ConfigError, match="row 1 is a JSON list"):
         rows_of_source(path)
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    assert peak < 60_000_000 and time.perf_counter() - began < 5
+    assert peak < 60_000_000 and time.thread_time() - began < 5
     path.write_text('[{"x": [' + "[]," * 2_000_000)
     with pytest.raises(ConfigError, match="longer than 4000000 characters"):
         rows_of_source(path)
@@ -183,7 +183,7 @@ def test_a_small_file_takes_no_giant_memory_and_a_wrong_one_no_time(tmp_path, mo
 def test_a_page_of_frames_without_end_takes_no_time(tmp_path):
     path = tmp_path / "many.html"
     path.write_text("<html>" + '<iframe class="mtplab-explorer" ' * 200_000)
-    began = time.perf_counter()
+    began = time.thread_time()
     with pytest.raises(ConfigError, match="cut off"):
         rows_of_source(path)
-    assert time.perf_counter() - began < 5
+    assert time.thread_time() - began < 5

@@ -137,7 +137,9 @@ class _Batch:
 
 
 class _Chains:
-    """One batch's slots, by their flat numbers in the table; `rows` and `slots` say where those are."""
+    """One batch's slots, by their flat numbers in the table; `rows` and `slots` say where those are.
+
+    `bench/peers/forced.py` extends `_judge_band`."""
 
     def __init__(self, batch: _Batch, table: SlotTable, asked: RunSettings, cancel: threading.Event | None):
         self.batch, self.table, self.cancel = batch, table, cancel

@@ -160,7 +160,8 @@ class _Bench:
             print(f"\n{PEERS[name].title} against mtplab, drafts as accepted of tokens emitted (docs/peers.md)")
             print(counts_table(PEERS[name].title, compared, found[name]["reported"], args.prompts))
             print(differences_table(PEERS[name].title, compared, self.model.decode))
-            out["compared"][name] = dataclasses.asdict(compared) | {"unexplained": compared.unexplained}
+            out["compared"][name] = dataclasses.asdict(compared)
+            out["compared"][name] |= {"rounds": compared.rounds, "unexplained": compared.unexplained}
             unexplained += compared.unexplained
         if args.output:
             args.output.write_text(json.dumps(out, indent=1) + "\n", encoding="utf-8")

@@ -108,10 +108,14 @@ class Compared:
     partings: list[Parting] = field(default_factory=list)
     behind: list[Token] = field(default_factory=list)
     drafts: list[Draft] = field(default_factory=list)
-    rounds: int = 0
     tie: float | None = None
     target_spread: Spread | None = None
     draft_spread: Spread | None = None
+
+    @property
+    def rounds(self) -> int:
+        """The engine's rounds at all depths, each of which was held against ours."""
+        return sum(x.theirs.rounds for x in self.depths)
 
     @property
     def unexplained(self) -> int:
@@ -163,7 +167,6 @@ def compare(
                 drafts.setdefault((key, each, True), []).append(depth)
             if parted and same[p]:
                 differing.append(p)
-        out.rounds += sum(map(len, emitted))
         out.depths.append(
             Depth(
                 depth,

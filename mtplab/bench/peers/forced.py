@@ -2,6 +2,9 @@
 
 The text is fed to our decoder as if it had chosen it, so that every position and every slot can be looked at, also
 past the first token where the engine's text is not ours. Knows nothing of engines or their rounds.
+
+What the runner and its chains see on the way they keep to themselves, so both are subclassed here, with what is theirs
+alone: `_choose` and `_note` of `decode/tracing.py`, `_Batch` and `_judge_band` of `decode/chains.py`.
 """
 
 from __future__ import annotations
@@ -12,10 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mtplab.decode.accept import Verdict
 from mtplab.decode.chains import SlotTable, _Batch, _Chains
 from mtplab.decode.settings import RunSettings, resolve_run
-from mtplab.decode.tracing import TargetRun
+from mtplab.decode.tracing import GivenRun
 from mtplab.models import Model
 from mtplab.models.rows import pad_rows, row_count
 
@@ -53,6 +55,7 @@ def force(
     """
     tokens = len(texts[0])
     assert all(len(text) == tokens for text in texts), "texts of equal length are forced together"
+    assert not model.draft.per_depth, "one module drafts every step"
     asked = _settings(model, prompts, depth, tokens)
     with torch.inference_mode():
         run = _ForcedRun(model, asked, texts)
@@ -93,27 +96,24 @@ def leads(logits: Tensor, ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return (mine - best).cpu(), torch.maximum(mine.abs(), best.abs()).cpu(), rival.cpu()
 
 
-class _ForcedRun(TargetRun):
-    """Plain decoding that emits given texts, whatever the target would say, and notes their leads as it goes."""
+class _ForcedRun(GivenRun):
+    """Reads texts, whatever the target would say, and notes the leads of their tokens as it goes."""
 
     def __init__(self, model: Model, asked: RunSettings, texts: list[list[int]]) -> None:
         plain = asked.spec.model_copy(update={"depth": 0})
         super().__init__(
-            model, asked.ids, plain, asked.sampling, asked.policy, asked.draft_policy, asked.exact
+            texts, model, asked.ids, plain, asked.sampling, asked.policy, asked.draft_policy, asked.exact
         )
-        self.texts = torch.tensor(texts, device=model.device)
         self.seen: list[tuple[Tensor, Tensor, Tensor]] = []
 
-    def _next(self, logits: Tensor) -> Tensor:
-        given = self.texts[:, len(self.seen)]
-        self.seen.append(leads(logits[:, 0], given))
-        return given[:, None]
-
     def _choose(self, logits: Tensor, positions: np.ndarray) -> Tensor:
-        return self._next(logits)
+        after = super()._choose(logits, positions)
+        self.seen.append(leads(logits[:, 0], after[:, 0]))
+        return after
 
-    def _verdict(self, drafts: Tensor, draft_probs: Tensor | None, logits: Tensor) -> Verdict:
-        return Verdict(torch.zeros_like(self._ends), self._next(logits))
+    def _note(self, take: np.ndarray, given: Tensor, logits: Tensor, after: Tensor) -> None:
+        super()._note(take, given, logits, after)
+        self.seen += [leads(logits[:, at], after[:, at]) for at in range(int(take.max()))]
 
 
 class _Measured(_Chains):

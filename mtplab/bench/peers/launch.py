@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from mtplab.errors import MtplabError
+from mtplab.study.store import write_atomically
 
 __all__ = ["Keeper", "digest_of", "run_job"]
 
@@ -48,11 +49,9 @@ class Keeper:
         return kept["result"] if isinstance(kept, dict) and kept.get("job") == job and "result" in kept else None
 
     def keep(self, name: str, job: Mapping[str, Any], result: Mapping[str, Any]) -> None:
-        """Write a result whole or not at all."""
+        """Write a result whole or not at all. Raises ConfigError where the disk does not take it."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        part = self.folder / f"{name}.json.tmp"
-        part.write_text(json.dumps({"job": job, "result": result}) + "\n", encoding="utf-8")
-        os.replace(part, self.folder / f"{name}.json")
+        write_atomically(self.folder / f"{name}.json", (json.dumps({"job": job, "result": result}) + "\n").encode())
         self._made.add(name)
 
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from html import escape
 from typing import TYPE_CHECKING
 
-from mtplab.checkpoint.text_table import aligned, as_bytes, html_table, printable
+from mtplab.checkpoint.text_table import aligned, as_bytes, counted, html_table, printable
 
 if TYPE_CHECKING:
     from mtplab.checkpoint.checkpoint import Checkpoint
@@ -19,10 +19,6 @@ __all__ = ["as_html", "as_text"]
 _COLUMNS = ("stored as", "tensors", "bytes")
 _RIGHT = {"tensors", "bytes"}
 _PROBLEMS = 5
-
-
-def _count(number: int, word: str) -> str:
-    return f"{number:,} {word}{'' if number == 1 else 's'}"
 
 
 def _rows(ckpt: Checkpoint) -> list[tuple[str, str, str]]:
@@ -38,7 +34,7 @@ def _sentences(ckpt: Checkpoint) -> list[str]:
     kind = ckpt.config.get("model_type")
     size = as_bytes(sum(info.nbytes for info in ckpt.tensors.values()))
     model = printable(kind) if isinstance(kind, str) and kind else "no model_type"
-    said = [f"{model}: {_count(len(ckpt.tensors), 'tensor')} in {_count(len(ckpt.files.shards), 'file')}, {size}"]
+    said = [f"{model}: {counted(len(ckpt.tensors), 'tensor')} in {counted(len(ckpt.files.shards), 'file')}, {size}"]
     if ckpt.quantization is not None:
         given = ckpt.quantization
         entries = len(given.exclusions)

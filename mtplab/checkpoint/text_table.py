@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from html import escape
 
-__all__ = ["aligned", "as_bytes", "html_table", "printable", "scrolling"]
+__all__ = ["aligned", "as_bytes", "counted", "html_table", "printable", "scrolling"]
 
 
 def printable(text: object, limit: int = 200) -> str:
@@ -37,6 +37,11 @@ def aligned(columns: Sequence[str], rows: Sequence[Sequence[str]], right: Collec
         )
         lines.append("  ".join(cells).rstrip())
     return lines
+
+
+def counted(number: int, word: str) -> str:
+    """A number with the word for what it counts, in the plural where it is not 1."""
+    return f"{number:,} {word}{'' if number == 1 else 's'}"
 
 
 def html_table(

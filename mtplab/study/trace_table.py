@@ -8,7 +8,7 @@ from __future__ import annotations
 from html import escape
 from typing import TYPE_CHECKING
 
-from mtplab.checkpoint.text_table import aligned, as_bytes, html_table, printable
+from mtplab.checkpoint.text_table import aligned, as_bytes, counted, html_table, printable
 
 if TYPE_CHECKING:
     from mtplab.study.trace import Trace
@@ -25,21 +25,17 @@ def _rows(trace: Trace) -> list[tuple[str, str]]:
     return [(str(depth), "–" if length is None else f"{length:.3f}") for depth, length in lengths.items()]
 
 
-def _count(number: int, word: str) -> str:
-    return f"{number:,} {word}{'' if number == 1 else 's'}"
-
-
 def _sentences(trace: Trace) -> list[str]:
     prompts, tokens = len(trace.output_lengths), int(trace.output_lengths.sum())
     asked = int(trace.prompt_lengths.sum())
     temperature, drawn = trace.settings["sampling"]["temperature"], trace.settings["spec"]["draft_sampling"]
     how = "greedy" if not temperature else f"temperature {temperature:g}, drafts {printable(drawn)}"
     domains = ", ".join(dict.fromkeys(printable(name) for name in trace.domains if name))
-    read = f"{_count(prompts, 'prompt')} ({_count(asked, 'token')})"
+    read = f"{counted(prompts, 'prompt')} ({counted(asked, 'token')})"
     said = [
-        f"trace of {read} and {_count(tokens, 'token')} of output, {how}"
+        f"trace of {read} and {counted(tokens, 'token')} of output, {how}"
         + (f"; domains: {printable(domains, 300)}" if domains else ""),
-        f"{_count(len(trace.log_p), 'slot')}, {as_bytes(trace.nbytes)}"
+        f"{counted(len(trace.log_p), 'slot')}, {as_bytes(trace.nbytes)}"
         + (f", {sum(trace.seconds.values()):.1f} s" if trace.seconds else ""),
     ]
     if trace.approximate:

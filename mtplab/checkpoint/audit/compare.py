@@ -50,17 +50,14 @@ def _tensors(subject: Subject, source: Subject) -> Iterator[Finding]:
     here, there = _by_name(subject), _by_name(source)
     indexed_away = {normalised(module_of(name)) for name in subject.ckpt.files.unindexed}
     drafts = draft_prefixes(source.config)
-    styles: dict[str, set[bool]] = {}  # a layer's experts by how they are stored here
-    for name in here:
-        if ".experts" in name:
-            styles.setdefault(name.partition(".experts")[0], set()).add(_style(name))
+    experts = set(map(_expert, here))
     lost: dict[str, list[str]] = {"draft": [], "vision": [], "target": []}
     for name, module in there.items():
         if name in here or name in indexed_away:
             continue
         # experts are stored one by one or stacked, and writers change one into the other
-        place = name.partition(".experts")[0]
-        if ".experts" in name and place in styles and _style(name) not in styles[place]:
+        mine = _expert(name)
+        if mine is not None and mine not in experts and _otherwise(mine) in experts:
             continue
         if module.part == "head" and subject.text.get("tie_word_embeddings") is True:
             continue
@@ -99,9 +96,15 @@ def _tensors(subject: Subject, source: Subject) -> Iterator[Finding]:
         )  # fmt: skip
 
 
-def _style(name: str) -> bool:
-    """Whether an expert's module is stored by itself, not in a stack: one stored as its neighbours are is missing."""
-    return bool(_ONE_BY_ONE.search(name))
+def _expert(name: str) -> tuple[str, bool] | None:
+    """An expert's layer, and whether its module is stored by itself, not in a stack; None of what is no expert's."""
+    place, experts, _ = name.partition(".experts")
+    return (place, bool(_ONE_BY_ONE.search(name))) if experts else None
+
+
+def _otherwise(expert: tuple[str, bool]) -> tuple[str, bool]:
+    """The same layer's experts stored in the other way."""
+    return expert[0], not expert[1]
 
 
 def _config(subject: Subject, source: Subject) -> Iterator[Finding]:
@@ -151,13 +154,8 @@ def values_findings(
         if progress is not None:
             progress(module.nbytes + original.nbytes)
     for why, names in apart.items():
-        yield Finding(
-            "warning", "not-compared",
-            f"{len(names)} weights were not compared with {source.ckpt.path}, since they {why}: {listed(names)}."
-            + reasons.get(why, ""), tuple(names),
-            "Whether the conversion kept their values is not known.",
-            "Download the checkpoint that cannot be read again, and compare anew.",
-        )  # fmt: skip
+        fix = "Download the checkpoint that cannot be read again, and compare anew."
+        yield _not_compared("warning", names, source, f"they {why}", reasons.get(why, ""), fix)
     yield from _stored_otherwise(subject, source)
     if odd:
         worst = max(odd, key=lambda name: odd[name])
@@ -172,19 +170,25 @@ def values_findings(
 def _stored_otherwise(subject: Subject, source: Subject) -> Iterator[Finding]:
     """Experts that are stacked in one of the two and stored one by one in the other."""
     here, there = _by_name(subject), _by_name(source)
-    places = {(name.partition(".experts")[0], _style(name)) for name in there if ".experts" in name}
+    experts = set(map(_expert, there))
     names = [
         module.name
         for name, module in here.items()
-        if ".experts" in name and name not in there and (name.partition(".experts")[0], not _style(name)) in places
+        if name not in there and (mine := _expert(name)) is not None and _otherwise(mine) in experts
     ]
     if names:
-        yield Finding(
-            "note", "not-compared",
-            f"{len(names)} weights of experts were not compared with {source.ckpt.path}, since they are stacked in one "
-            f"and stored one by one in the other: {listed(names)}.", tuple(names),
-            "Whether the conversion kept their values is not known.", "",
-        )  # fmt: skip
+        yield _not_compared("note", names, source, "experts are stacked in one and stored one by one in the other")
+
+
+def _not_compared(
+    severity: str, names: list[str], source: Subject, since: str, reason: str = "", fix: str = ""
+) -> Finding:
+    """The finding that says which weights were left out of the comparison, and since what."""
+    return Finding(
+        severity, "not-compared",
+        f"{len(names)} weights were not compared with {source.ckpt.path}, since {since}: {listed(names)}.{reason}",
+        tuple(names), "Whether the conversion kept their values is not known.", fix,
+    )  # fmt: skip
 
 
 def _distance(subject: Subject, source: Subject, module: ModulePlan, original: ModulePlan) -> float:

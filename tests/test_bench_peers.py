@@ -299,6 +299,12 @@ def test_an_environment_is_there_once_its_packages_are(tmp_path):
     assert environments.python_of(PEERS["vllm"], tmp_path) == python
 
 
+def test_the_page_names_the_versions_that_are_installed(repo):
+    page = (repo / "docs" / "peers.md").read_text(encoding="utf-8")
+    for peer in PEERS.values():
+        assert peer.title in page and peer.requirements[0].replace("==", " ") in page
+
+
 def test_depths_are_asked_for_in_words():
     assert command.depths_of("0-8") == list(range(9)) and command.depths_of("3,0-1") == [0, 1, 3]
     for wrong in ("9", "", "x", "3-1"):

@@ -112,36 +112,18 @@ class Steps:
         self, tokens: Tensor, hidden: Tensor, start: Tensor, longest: int, at: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """`draft_step` with sequence i's slots at start[i], start[i] + 1, …, the last at `longest` − 1."""
-        positions, reach = self._where(start, longest, tokens.shape[1])
-        return self._draft(
-            self.model.target,
-            self.model.draft,
-            self.passes,
-            tokens,
-            hidden,
-            positions,
-            at,
-            *reach,
-            self.state.draft[0],
-        )
+        return self._draft(*self._of_head(tokens, hidden, start, longest, at), self.state.draft[0])
 
     def module(
         self, step: int, tokens: Tensor, hidden: Tensor, start: Tensor, longest: int, at: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """`module_step` with sequence i's slots at start[i], start[i] + 1, …, the last at `longest` − 1."""
+        return self._module(*self._of_head(tokens, hidden, start, longest, at), self.state.draft[step], step)
+
+    def _of_head(self, tokens: Tensor, hidden: Tensor, start: Tensor, longest: int, at: Tensor | None) -> tuple:
+        """What both of the head's steps are given first."""
         positions, reach = self._where(start, longest, tokens.shape[1])
-        return self._module(
-            self.model.target,
-            self.model.draft,
-            self.passes,
-            tokens,
-            hidden,
-            positions,
-            at,
-            *reach,
-            self.state.draft[step],
-            step,
-        )
+        return (self.model.target, self.model.draft, self.passes, tokens, hidden, positions, at, *reach)
 
     def _where(self, start: Tensor, longest: int, t: int) -> tuple[Tensor, tuple[int, bool, int | None]]:
         positions = start[:, None] + self._offsets[:t]

@@ -70,7 +70,8 @@ def _held(module: ModulePlan, device: str, dtype: str, packs: bool) -> tuple[str
 
 
 def _multiplies(module: ModulePlan) -> bool:
-    """Whether its weight is that of products: a matrix, or a stack of experts' that is packed one by one."""
+    """Whether its weight is that of products: a matrix, or a stack of experts' that is packed one by one, also where
+    the family's stacks are not known to `ModulePlan.multiplies`: a size is told of what is not run, too."""
     return len(module.shape) >= 2 and module.kind not in ("embedding", "conv")
 
 

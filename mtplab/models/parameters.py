@@ -13,7 +13,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from mtplab.checkpoint import Checkpoint, Plan, TensorInfo
+from mtplab.checkpoint import Checkpoint, ModulePlan, Plan, TensorInfo
 from mtplab.checkpoint.experts import single_experts
 from mtplab.checkpoint.values import plain_bands
 from mtplab.errors import CheckpointError
@@ -96,19 +96,18 @@ class Parameters:
     def _stack(self, name: str, parts: int) -> Iterator[tuple[LinearWeight, ...]]:
         """Each expert's matrices of a stack, which holds `parts` of them one below the other."""
         decided = self.plan.by_name[name]
-        rounded = decided.activation == "fp8" and self.activation_rounding
-        rounding = Rounding(decided.activation_group)
+        rounding = self._rounding(decided)
         if decided.weight == "fp8" and decided.scale is not None:
             data, scale, block = self.checkpoint.scaled(name)
             for codes, scales in zip(data, scale, strict=True):
                 rows = len(codes) // parts
                 grid = [self._rows(ScaledTensor(codes, scales, block[1:]), i * rows, rows, name) for i in range(parts)]
-                yield tuple(LinearWeight(name, value, rounded, rounding) for value in grid)
+                yield tuple(LinearWeight(name, value, *rounding) for value in grid)
             return
         singles = iter(single_experts(self.checkpoint.tensors[name], self.checkpoint.config))
         for group in zip(*[singles] * parts, strict=True):
             held = [self._plain(info, partial(plain_bands, info), decided.weight == "fp8") for _, info in group]
-            yield tuple(LinearWeight(name, value, rounded, rounding) for value in held)
+            yield tuple(LinearWeight(name, value, *rounding) for value in held)
 
     def _rows(self, whole: ScaledTensor, start: int, rows: int, name: str) -> ScaledTensor:
         """A band of a matrix's rows, whole blocks of it."""
@@ -137,9 +136,13 @@ class Parameters:
             value = ScaledTensor(*self.checkpoint.scaled(name))
         else:
             value = Unread(shape, partial(self._fill_from_codes, name))
+        return LinearWeight(module, value, *self._rounding(decided))
+
+    def _rounding(self, decided: ModulePlan) -> tuple[bool, Rounding]:
+        """Whether a module's input is rounded, and how."""
         rounded = decided.activation == "fp8" and self.activation_rounding
         stored = self._input_scale(decided.input_scale) if rounded and decided.input_scale is not None else None
-        return LinearWeight(module, value, rounded, Rounding(decided.activation_group if stored is None else 0, stored))
+        return rounded, Rounding(decided.activation_group if stored is None else 0, stored)
 
     def _input_scale(self, info: TensorInfo) -> float:
         """The scale stored for a module's activations, which must be one number that can be one."""

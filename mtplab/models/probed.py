@@ -31,8 +31,8 @@ class Recorder:
     """Inner products ⟨∂objective/∂output, e⟩ by module and text, of the backward pass since the last `take`.
 
     `owner` [m] int64 says which text each row belongs to; it is set before a forward pass, and again before layers
-    that work on fewer rows. `share` 0 runs
-    the model as it is; another one adds that much of each e to the output it belongs to, the e of the last pass with 0.
+    that work on fewer rows. `share` 0 runs the model as it is; another one adds that much of each e to the output it
+    belongs to, the e of the last pass with 0.
     """
 
     def __init__(self) -> None:

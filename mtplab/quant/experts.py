@@ -15,18 +15,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mtplab.kernels import launch
 from mtplab.kernels.fnuz import to_fnuz
 from mtplab.kernels.gemm_grouped import MOST_ROWS, Routing, gemm_grouped
 from mtplab.kernels.quantize import quantize
 from mtplab.kernels.silu_quantize import silu_quantize
-from mtplab.quant.fp8_products import Fp8Gemm, uses_kernels
+from mtplab.quant.block import ScaledTensor
+from mtplab.quant.fp8_products import Fp8Gemm, e4m3_of, uses_kernels
 from mtplab.quant.linear import LinearWeight, PackedLinear
 from mtplab.quant.rounding import BY_GROUP
 
 __all__ = ["ExpertWeights", "Experts", "make_experts"]
 
-# vectorised functions work on this many numbers at a time and treat a remainder otherwise
+# vectorised functions work on this many numbers at a time and treat a remainder otherwise (`models/rows.py`)
 _LANES = 8
 
 # gate [i, hidden], up [i, hidden] and down [hidden, i] of one expert
@@ -108,22 +108,18 @@ class GroupedExperts:
 
     def __init__(self, weights: Sequence[ExpertWeights], dtype: torch.dtype, device: torch.device):
         self.names, self._dtype = _names(weights), dtype
-        self._e4m3 = torch.float8_e4m3fn
-        fnuz = launch.target(device).e4m3 == "fp8e4b8"
-        if fnuz:
-            self._e4m3 = torch.float8_e4m3fnuz
-        self._up = _stacked([expert[:2] for expert in weights], device, fnuz)
-        self._down = _stacked([expert[2:] for expert in weights], device, fnuz)
+        self._e4m3 = e4m3_of(device)
+        self._up = _stacked([expert[:2] for expert in weights], device, self._e4m3)
+        self._down = _stacked([expert[2:] for expert in weights], device, self._e4m3)
 
     @staticmethod
     def takes(weights: Sequence[ExpertWeights]) -> bool:
         """Whether there is a kernel for weights held like these."""
-        for expert in weights:
-            if not all(each.rounded and Fp8Gemm.takes(each.value, each.rounding) for each in _fp8(expert)):
-                return False
-            if len(_fp8(expert)) < len(expert) or expert[0].value.shape[0] % BY_GROUP.group:
-                return False
-        return len(weights) * 2 * max(weights[0][0].value.shape) <= MOST_ROWS
+        each = [weight for expert in weights for weight in expert]
+        fp8 = all(w.rounded and isinstance(w.value, ScaledTensor) and Fp8Gemm.takes(w.value, w.rounding) for w in each)
+        inner, hidden = weights[0][0].value.shape
+        # up lies below gate, whose last block must be whole
+        return fp8 and inner % BY_GROUP.group == 0 and len(weights) * max(2 * inner, hidden) <= MOST_ROWS
 
     def __call__(self, x: Tensor, routing: Routing) -> Tensor:
         codes, scale = quantize(x, BY_GROUP.group, self._e4m3)
@@ -136,15 +132,11 @@ class GroupedExperts:
         return iter(())
 
 
-def _fp8(expert: ExpertWeights) -> list[LinearWeight]:
-    from mtplab.quant.block import ScaledTensor
-
-    return [weight for weight in expert if isinstance(weight.value, ScaledTensor)]
-
-
-def _stacked(experts: list[tuple[LinearWeight, ...]], device: torch.device, fnuz: bool) -> tuple[Tensor, Tensor]:
+def _stacked(
+    experts: list[tuple[LinearWeight, ...]], device: torch.device, e4m3: torch.dtype
+) -> tuple[Tensor, Tensor]:
     """Codes [e, n, k] and scales [e, n/128, k/128] of the experts' matrices, one below the other within an expert."""
     data = torch.stack([torch.cat([w.value.data.view(torch.uint8) for w in members]) for members in experts])
     scale = torch.stack([torch.cat([w.value.scale for w in members]) for members in experts])
     data, scale = data.view(torch.float8_e4m3fn).to(device), scale.to(device)
-    return to_fnuz(data, scale) if fnuz else (data, scale)
+    return (data, scale) if data.dtype == e4m3 else to_fnuz(data, scale)

@@ -26,6 +26,11 @@ def uses_kernels(device: torch.device) -> bool:
         raise ConfigError(str(problem)) from None
 
 
+def e4m3_of(device: torch.device) -> torch.dtype:
+    """The E4M3 that this device's matrix unit multiplies: its FNUZ form on gfx942 (`kernels/fnuz.py`)."""
+    return torch.float8_e4m3fnuz if launch.target(device).e4m3 == "fp8e4b8" else torch.float8_e4m3fn
+
+
 class Fp8Gemm:
     """W8A8: x in E4M3 with one scale a token and 128 values, times E4M3 weights in blocks of 128 × 128.
 
@@ -36,10 +41,9 @@ class Fp8Gemm:
     def __init__(self, weights: list[ScaledTensor], dtype: torch.dtype):
         """Weights [n_i, k], one below the other."""
         self._dtype = dtype
-        self._e4m3 = torch.float8_e4m3fn
-        if launch.target(weights[0].data.device).e4m3 == "fp8e4b8":
+        self._e4m3 = e4m3_of(weights[0].data.device)
+        if self._e4m3 == torch.float8_e4m3fnuz:
             weights = [ScaledTensor(*to_fnuz(w.data, w.scale)) for w in weights]
-            self._e4m3 = torch.float8_e4m3fnuz
         self._weights = _joined(weights)
 
     @staticmethod
@@ -83,10 +87,9 @@ class Fp8ScaledGemm:
         device = weights[0].data.device
         scale = torch.cat([w.scale.float().reshape(-1, 1).expand(w.shape[0], 1) for w in weights]).contiguous()
         data = torch.cat([w.data.view(torch.uint8) for w in weights]).view(torch.float8_e4m3fn)
-        self._e4m3 = torch.float8_e4m3fn
-        if launch.target(device).e4m3 == "fp8e4b8":
+        self._e4m3 = e4m3_of(device)
+        if self._e4m3 == torch.float8_e4m3fnuz:
             data, scale = to_fnuz(data, scale)
-            self._e4m3 = torch.float8_e4m3fnuz
         self._data, self._scale = data, scale
         self._static = None if rounding.scale is None else torch.tensor([rounding.scale], device=device)
 

@@ -12,6 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, MaxNLocator, NullLocator
 
+from mtplab.checkpoint.text_table import scrolling
 from mtplab.report.figures import WIDTH, new_figure, style_axes
 from mtplab.report.palette import INK, MARKERS, PAPER, policy_colours
 from mtplab.report.picture import Picture
@@ -182,10 +183,8 @@ def cache_table(study: CacheStudy, depth: int) -> str:
         f'<th scope="col" style="text-align:{side};white-space:normal">{name}</th>'
         for side, name in zip(sides, names, strict=True)
     )
-    return (
-        '<div style="overflow-x:auto;max-width:100%" tabindex="0" role="region" aria-label="Cache policies">'
-        f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table></div>"
-    )
+    table = f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
+    return scrolling(table, "Cache policies")
 
 
 def _minus(cell: str) -> str:

@@ -18,6 +18,7 @@ from mtplab.errors import ConfigError
 from mtplab.study.bootstrap import ratio_interval
 from mtplab.study.frame import frame
 from mtplab.study.interval import jackknife, without_one
+from mtplab.study.number_table import number_table
 from mtplab.study.questions import confidence_of, edges_of
 from mtplab.study.renewal import Counts, expected_counts
 
@@ -92,6 +93,15 @@ class Acceptance:
         """Half a 95 % interval of the acceptance length as rows have it, over prompts (jackknife): a ±."""
         counts = self.counts(depth)
         return jackknife(without_one(counts.emitted, counts.rounds))
+
+    def change(self, base: Acceptance, depth: int) -> tuple[float, float | None] | None:
+        """(this length less that of `base`, over the same prompts; half its 95 % interval, taken prompt by prompt, so
+        that what makes a prompt easy cancels: None with one); None where either has no round."""
+        mine, theirs = self.counts(depth), base.counts(depth)
+        if not (mine.rounds.sum() and theirs.rounds.sum()):
+            return None
+        left = without_one(mine.emitted, mine.rounds) - without_one(theirs.emitted, theirs.rounds)
+        return self.length(depth) - base.length(depth), jackknife(left)
 
     @property
     def temperature(self) -> float:
@@ -276,16 +286,9 @@ class Acceptance:
             cells = [f"{record['depth']}", f"{record['rounds']:.5g}", f"{record['tokens']:.5g}"]
             cells += ["–" if length is None else f"{length:.3f}", _span(record) or "–"]
             lines.append([*cells, *shares, *[""] * (most - len(shares))])
-
-        def row(cells: list[str], tag: str) -> str:
-            return "".join(f'<{tag} style="text-align:right;white-space:nowrap">{cell}</{tag}>' for cell in cells)
-
-        body = "".join(f"<tr>{row(line, 'td')}</tr>" for line in lines)
         return (
             f"<div><div>acceptance over {len(self._slots)} prompts; draft <i>j</i>: rounds in which drafts 1 to "
-            "<i>j</i> were accepted</div>"
-            '<div style="overflow-x:auto;max-width:100%" tabindex="0" role="region" aria-label="Acceptance by depth">'
-            f"<table><thead><tr>{row(names, 'th')}</tr></thead><tbody>{body}</tbody></table></div>"
+            f"<i>j</i> were accepted</div>{number_table(names, lines, 'Acceptance by depth')}"
             f"<div>{'; '.join(self.cautions)}</div></div>"
         )
 

@@ -5,7 +5,6 @@ Holds one `Acceptance` a temperature, over the same prompts; each answers from i
 
 from __future__ import annotations
 
-import html
 import numbers
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -16,6 +15,7 @@ from mtplab.errors import ConfigError
 from mtplab.study.acceptance import FEW_PROMPTS, Acceptance
 from mtplab.study.acceptance_views import VIEWS, Choice, View, lines_of
 from mtplab.study.frame import frame
+from mtplab.study.number_table import Cell, number_table
 from mtplab.study.questions import confidence_of, listed, pair_of, position_of
 from mtplab.study.trace import Trace
 
@@ -174,17 +174,16 @@ class AcceptanceSet:
         """
         return frame(self.to_records(), "to_records() does")
 
-    def _cells(self) -> tuple[list[str], list[list[str]]]:
+    def _cells(self) -> tuple[list[str], list[list[Cell]]]:
         header = ["temperature", *(f"d={depth}" for depth in self.depths)]
         lines = []
         for temperature, one in self._by.items():
-            cells = []
+            cells: list[Cell] = []
             for depth in self.depths:
                 length, span = one.length(depth), one.interval(depth)
                 wide = span is not None and span[1] > span[0]
-                cells.append("–" if length is None else f"{length:.2f}")
-                if wide and length is not None:
-                    cells[-1] += f" ({span[0]:.2f}–{span[1]:.2f})"
+                said = "–" if length is None else f"{length:.2f}"
+                cells.append((said, f"({span[0]:.2f}–{span[1]:.2f})") if wide and length is not None else said)
             lines.append([f"{temperature:g}", *cells])
         return header, lines
 
@@ -208,7 +207,8 @@ class AcceptanceSet:
         return f"<AcceptanceSet: {about}{said}>"
 
     def __str__(self) -> str:
-        header, lines = self._cells()
+        header, cells = self._cells()
+        lines = [[cell if isinstance(cell, str) else " ".join(cell) for cell in line] for line in cells]
         widths = [max(len(line[at]) for line in [header, *lines]) for at in range(len(header))]
         text = [
             "  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in [header, *lines]
@@ -217,18 +217,7 @@ class AcceptanceSet:
         return "\n".join([head, "", *text, *self._cautions()])
 
     def _repr_html_(self) -> str:
-        header, lines = self._cells()
-
-        def row(cells: list[str], tag: str) -> str:
-            # the interval below its number: nine depths side by side fit a page
-            texts = [html.escape(cell).replace(" (", "<br>(") for cell in cells]
-            return "".join(f'<{tag} style="text-align:right;white-space:nowrap">{text}</{tag}>' for text in texts)
-
-        body = "".join(f"<tr>{row(line, 'td')}</tr>" for line in lines)
         return (
             f"<div><div>acceptance length over {self._prompts} prompts, tokens per round (95 % interval over prompts)"
-            "</div>"
-            '<div style="overflow-x:auto;max-width:100%" tabindex="0" role="region" aria-label="Acceptance by depth">'
-            f"<table><thead><tr>{row(header, 'th')}</tr></thead><tbody>{body}</tbody></table></div>"
-            f"<div>{'; '.join(self._cautions())}</div></div>"
+            f"</div>{number_table(*self._cells(), 'Acceptance by depth')}<div>{'; '.join(self._cautions())}</div></div>"
         )

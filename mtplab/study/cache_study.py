@@ -15,9 +15,8 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from mtplab.errors import ConfigError
-from mtplab.study.interval import jackknife, without_one
 from mtplab.study.prompts import calibration_ids, load_prompts
-from mtplab.study.quality import Quality, own_texts, quality, read
+from mtplab.study.quality import KEPT_BYTES, Quality, logits_bytes, own_texts, quality, read
 from mtplab.study.questions import traced_depth
 
 if TYPE_CHECKING:
@@ -26,9 +25,6 @@ if TYPE_CHECKING:
     from mtplab.study.trace import Trace
 
 __all__ = ["CacheLine", "CacheStudy", "compare_caches", "context_edges"]
-
-# a reference's logits are kept for all policies up to this, and worked out again for each beyond it
-LARGEST_READING = 1 << 30
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,14 +98,7 @@ class CacheStudy:
         with `of_draft`, from the same target with an unquantised draft's cache, which drafts for the same text; None
         where that pair was not measured or nothing was drafted."""
         base = self.lines.get((line.policy if of_draft else "none", "none"))
-        if base is None or line.acceptance.length(depth) is None or base.acceptance.length(depth) is None:
-            return None
-        left = []
-        for one in (line, base):
-            counts = one.acceptance.counts(depth)
-            left.append(without_one(counts.emitted, counts.rounds))
-        change = line.acceptance.length(depth) - base.acceptance.length(depth)
-        return change, jackknife(left[0] - left[1])
+        return None if base is None else line.acceptance.change(base.acceptance, depth)
 
     def to_records(self, depth: int) -> list[dict[str, Any]]:
         """One dictionary a line at a depth: policies, bytes, acceptance length with its interval and its change from
@@ -244,8 +233,7 @@ def _reference(model: Model, texts: Sequence[Any]) -> Any:
     """The unquantised cache's logits over the texts, or the model itself where they would be too many to keep."""
     from mtplab.decode import token_ids
 
-    tokens = sum(map(len, token_ids(model, texts)))
-    return read(model, texts) if 4 * tokens * model.config.vocab_size <= LARGEST_READING else model
+    return read(model, texts) if logits_bytes(model, token_ids(model, texts)) <= KEPT_BYTES else model
 
 
 def _traces(model, ids, chosen, policy, drafts, max_depth, settings, step, cancel) -> dict[str, Trace]:

@@ -6,7 +6,6 @@ and no command line.
 
 from __future__ import annotations
 
-import operator
 import statistics
 import threading
 from collections.abc import Callable, Sequence
@@ -14,6 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from mtplab.errors import ConfigError
+from mtplab.study.questions import whole_numbers
 from mtplab.study.words import cache_words
 
 if TYPE_CHECKING:
@@ -107,9 +107,9 @@ def time_depths(
     """
     from mtplab.decode import generate
 
-    depths = sorted({0, *_whole("depths", depths, 0)})
-    batches = list(dict.fromkeys(_whole("batches", batches, 1)))
-    (repeats,) = _whole("repeats", [repeats], 1)
+    depths = sorted({0, *whole_numbers("depths", depths, 0)})
+    batches = list(dict.fromkeys(whole_numbers("batches", batches, 1)))
+    (repeats,) = whole_numbers("repeats", [repeats], 1)
     if not len(prompts) or not batches:
         raise ConfigError(f"{len(prompts)} prompts and {len(batches)} batches; expected at least one of each")
     settings |= {"max_new_tokens": max_new_tokens, "ignore_eos": True, "cancel": cancel}
@@ -148,13 +148,3 @@ def time_depths(
 def _spread(prompts: Sequence[Any], count: int) -> list[Any]:
     """`count` of the prompts, evenly over all of them."""
     return [prompts[i * len(prompts) // count if count <= len(prompts) else i % len(prompts)] for i in range(count)]
-
-
-def _whole(name: str, values: Sequence[Any], least: int) -> list[int]:
-    try:
-        found = [operator.index(value) for value in values]
-    except TypeError:
-        raise ConfigError(f"{name} is {values!r:.80}; expected whole numbers") from None
-    if min(found, default=least) < least:
-        raise ConfigError(f"{name} is {found!r:.80}; expected numbers from {least} on")
-    return found

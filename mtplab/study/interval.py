@@ -14,11 +14,13 @@ Reads rows, or dicts with the same fields; knows nothing of how they were made o
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+
+from mtplab.study.fields import field_of
 
 __all__ = [
     "Change",
@@ -78,10 +80,10 @@ def without_one(sums: Sequence[float] | np.ndarray, sizes: Sequence[float] | np.
 
 def prompt_counts(row: Any, domain: str | None = None) -> Counts | None:
     """(tokens, rounds), each float64 [prompts], of a row or of one of its domains; None where they were not kept."""
-    parts = _get(row, "by_domain") or {}
+    parts = field_of(row, "by_domain") or {}
     chosen = list(parts.values()) if domain is None else [parts[domain]] if domain in parts else []
-    tokens = [count for part in chosen for count in _get(part, "prompt_tokens") or ()]
-    rounds = [count for part in chosen for count in _get(part, "prompt_rounds") or ()]
+    tokens = [count for part in chosen for count in field_of(part, "prompt_tokens") or ()]
+    rounds = [count for part in chosen for count in field_of(part, "prompt_rounds") or ()]
     if not rounds or len(tokens) != len(rounds):
         return None
     return np.array(tokens, dtype=float), np.array(rounds, dtype=float)
@@ -174,19 +176,15 @@ def same_prompts(row: Any, other: Any) -> bool:
         return True
     if None not in (ids, other_ids) and _fact(row, "checkpoint") == _fact(other, "checkpoint"):
         return False
-    return _get(row, "prompt_set") == _get(other, "prompt_set")
+    return field_of(row, "prompt_set") == field_of(other, "prompt_set")
 
 
 def _shape(row: Any) -> tuple[Any, ...]:
-    parts = _get(row, "by_domain") or {}
-    each = tuple((name, len(_get(part, "prompt_rounds") or ())) for name, part in parts.items())
-    return _get(row, "max_new_tokens"), each
+    parts = field_of(row, "by_domain") or {}
+    each = tuple((name, len(field_of(part, "prompt_rounds") or ())) for name, part in parts.items())
+    return field_of(row, "max_new_tokens"), each
 
 
 def _fact(row: Any, name: str) -> Any:
     """What the row's provenance says of its point."""
-    return ((_get(row, "provenance") or {}).get("config") or {}).get(name)
-
-
-def _get(row: Any, name: str) -> Any:
-    return row.get(name) if isinstance(row, Mapping) else getattr(row, name, None)
+    return ((field_of(row, "provenance") or {}).get("config") or {}).get(name)

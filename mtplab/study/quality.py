@@ -30,7 +30,10 @@ if TYPE_CHECKING:
     from mtplab.models import Model, ModelConfig
     from mtplab.quant.policy import QuantPolicy
 
-__all__ = ["Quality", "Reading", "own_texts", "quality", "read"]
+__all__ = ["KEPT_BYTES", "Quality", "Reading", "logits_bytes", "own_texts", "quality", "read"]
+
+# of a reference's logits that are worth keeping; past it the reference is read again for each variant
+KEPT_BYTES = 1 << 30
 
 
 @dataclass(frozen=True, eq=False)
@@ -116,7 +119,7 @@ class Reading:
 def read(
     model: Model, texts: Sequence[str | Sequence[int]], exact: bool = False, cancel: threading.Event | None = None
 ) -> Reading:
-    """The logits of a model without a quantised cache, for `quality`'s reference; tokens × vocabulary × 4 bytes.
+    """The logits of a model without a quantised cache, for `quality`'s reference, in `logits_bytes`.
 
     Raises ConfigError for texts that are none, and Cancelled once `cancel` is set.
     """
@@ -129,6 +132,11 @@ def read(
         _check_length(number, text, model.config.max_position)
     parts = list(_until(cancel, read_texts(model, ids, resolve_policy("none"), exact)))
     return Reading(ids, parts, model.config)
+
+
+def logits_bytes(model: Model, texts: Sequence[Sequence[int]]) -> int:
+    """Bytes of what `read` keeps of texts as ids: float32 logits of every token."""
+    return 4 * model.config.vocab_size * sum(map(len, texts))
 
 
 def own_texts(model: Model, prompts: Any, max_new_tokens: int = 128, seed: int = 0, **settings: Any) -> list[list[int]]:

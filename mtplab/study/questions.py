@@ -1,4 +1,4 @@
-"""What may be asked of traced acceptance and of quality by position, checked before any array is touched.
+"""What may be asked of traced acceptance, of quality by position and of timings, checked before any work is done.
 
 Knows nothing of traces: whether a depth, a temperature or a domain is there is for whoever holds it to say.
 """
@@ -13,7 +13,7 @@ from typing import Any
 from mtplab.config import MAX_DEPTH
 from mtplab.errors import ConfigError
 
-__all__ = ["confidence_of", "edges_of", "listed", "pair_of", "position_of", "traced_depth"]
+__all__ = ["confidence_of", "edges_of", "listed", "pair_of", "position_of", "traced_depth", "whole_numbers"]
 
 
 def edges_of(edges: Any) -> list[int]:
@@ -58,6 +58,14 @@ def pair_of(name: str, value: Any, expected: str) -> tuple[int, int]:
     if len(found) != 2 or None in found or found[0] > found[1]:
         raise ConfigError(f"{name} is {value!r:.60}; expected {expected}")
     return found[0], found[1]
+
+
+def whole_numbers(name: str, value: Any, least: int) -> list[int]:
+    """Whole numbers, none below `least`, in their order; [] of nothing. Raises ConfigError for what is none."""
+    found = [_whole(each) for each in value] if _several(value) else [None]
+    if None in found or min(found, default=least) < least:
+        raise ConfigError(f"{name} is {value!r:.60}; expected whole numbers from {least} on")
+    return found
 
 
 def listed(name: str, value: Any, kinds: Any, expected: str) -> list[Any]:

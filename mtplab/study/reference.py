@@ -13,7 +13,7 @@ from html import escape
 from typing import TYPE_CHECKING, Any
 
 from mtplab.errors import ConfigError
-from mtplab.study.interval import jackknife, without_one
+from mtplab.study.number_table import number_table
 
 if TYPE_CHECKING:
     from mtplab.models import Model
@@ -68,16 +68,11 @@ class Against:
         return "\n".join(["  ".join(f"{cell:>11}" for cell in row) for row in rows] + [self._said()])
 
     def _repr_html_(self) -> str:
-        def row(cells: list[str], tag: str) -> str:
-            return "".join(f'<{tag} style="text-align:right;white-space:nowrap">{cell}</{tag}>' for cell in cells)
-
-        head = row(["depth", "approximate", "exact", "difference", "± (95 %)"], "th")
-        body = "".join(f"<tr>{row(cells, 'td')}</tr>" for cells in self._cells())
+        head = ["depth", "approximate", "exact", "difference", "± (95 %)"]
+        table = number_table(head, self._cells(), "Approximate and exact acceptance by depth")
         return (
             f"<div><div>tokens per round, of an output that was given and of the target's own ({escape(self._said())})"
-            '</div><div style="overflow-x:auto;max-width:100%" tabindex="0" role="region" '
-            'aria-label="Approximate and exact acceptance by depth">'
-            f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div></div>"
+            f"</div>{table}</div>"
         )
 
 
@@ -97,23 +92,12 @@ def against(approximate: Trace, exact: Trace) -> Against:
     sides = [approximate.acceptance(), exact.acceptance()]
     lines = []
     for depth in range(1, min(approximate.max_depth, exact.max_depth) + 1):
-        counts = [side.counts(depth) for side in sides]
-        if not all(each.rounds.sum() for each in counts):
+        change = sides[0].change(sides[1], depth)
+        if change is None:
             raise ConfigError("there is a trace without a round: every output is one token; give longer ones")
-        lengths = [float(each.emitted.sum() / each.rounds.sum()) for each in counts]
-        half = None
-        if len(exact.prompt_lengths) > 1:
-            left = [without_one(each.emitted, each.rounds) for each in counts]
-            half = jackknife(left[0] - left[1])
-        lines.append(
-            {
-                "depth": depth,
-                "approximate": lengths[0],
-                "exact": lengths[1],
-                "difference": lengths[0] - lengths[1],
-                "half_interval": half,
-            }
-        )
+        lengths = [side.length(depth) for side in sides]
+        names = ("depth", "approximate", "exact", "difference", "half_interval")
+        lines.append(dict(zip(names, (depth, *lengths, *change), strict=True)))
     given = approximate.settings.get("given") or {"agreement": 1.0}
     fast, slow = (float(sum(each.seconds.values())) for each in (approximate, exact))
     return Against(tuple(lines), given["agreement"], len(exact.prompt_lengths), (fast, slow))

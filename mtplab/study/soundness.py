@@ -12,14 +12,27 @@ Works on rows or dicts with the same fields; knows nothing of how they were made
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
+from mtplab.study.fields import field_of
 from mtplab.study.words import cache_words, weights_words
 
-__all__ = ["COLUMNS", "CRITERION", "MARK", "faults", "kl_words", "quality_cells", "quality_notes", "sentences"]
+__all__ = [
+    "COLUMNS",
+    "CRITERION",
+    "MARK",
+    "NOT_FINITE",
+    "faults",
+    "kl_words",
+    "quality_cells",
+    "quality_notes",
+    "sentences",
+]
 
 COLUMNS = ("KL, mnat", "top-1", "perplexity")
+#: what a row says of a target whose probabilities are no numbers
+NOT_FINITE = "the target's probabilities on this text are not finite numbers"
 BROKEN = 1.5  # times the perplexity of the unquantised target
 MARK = "⚠"
 CRITERION = (
@@ -33,33 +46,33 @@ def faults(rows: Iterable[Any]) -> list[str | None]:
     found = list(rows)
     best: dict[tuple[Any, Any], float] = {}
     for row in found:
-        perplexity = _get(row, "perplexity")
-        if perplexity is not None and _get(row, "kl") is None:
-            text = (_get(row, "checkpoint"), _get(row, "quality_text"))
+        perplexity = field_of(row, "perplexity")
+        if perplexity is not None and field_of(row, "kl") is None:
+            text = (field_of(row, "checkpoint"), field_of(row, "quality_text"))
             best[text] = min(perplexity, best.get(text, math.inf))
-    return [_fault(row, best.get((_get(row, "checkpoint"), _get(row, "quality_text")))) for row in found]
+    return [_fault(row, best.get((field_of(row, "checkpoint"), field_of(row, "quality_text")))) for row in found]
 
 
 def _fault(row: Any, best: float | None) -> str | None:
-    kl, top1, perplexity = (_get(row, name) for name in ("kl", "top1_agreement", "perplexity"))
+    kl, top1, perplexity = (field_of(row, name) for name in ("kl", "top1_agreement", "perplexity"))
     if kl is not None:
         if kl < math.log(BROKEN):
             return None
         said = f"KL of {1e3 * kl:.0f} millinats from the unquantised target, top-1 agreement {top1_words(row)}"
-        reference = _get(row, "reference_perplexity")
+        reference = field_of(row, "reference_perplexity")
         return said + (f", perplexity {perplexity / reference:.2g} times as high" if perplexity and reference else "")
     if perplexity is not None:
         if best is None or perplexity < BROKEN * best:
             return None
         return f"perplexity {perplexity / best:.2g} times that of the best target here, on the same text"
-    return "no finite probabilities" if "not finite" in (_get(row, "quality_note") or "") else None
+    return "no finite probabilities" if NOT_FINITE in (field_of(row, "quality_note") or "") else None
 
 
 def sentences(rows: Iterable[Any], most: int = 3) -> list[str]:
     """A sentence for each broken target: what is wrong with it, and what acceptance length hides that."""
-    found = [row for row in rows if _get(row, "error") is None]
+    found = [row for row in rows if field_of(row, "error") is None]
     why = faults(found)
-    several = len({_get(row, "checkpoint") for row in found}) > 1
+    several = len({field_of(row, "checkpoint") for row in found}) > 1
     sound = [row for row, fault in zip(found, why, strict=True) if fault is None and _measured(row)]
     broken: dict[tuple[Any, ...], tuple[Any, str]] = {}
     for row, fault in zip(found, why, strict=True):
@@ -74,13 +87,14 @@ def sentences(rows: Iterable[Any], most: int = 3) -> list[str]:
 
 
 def _sentence(row: Any, fault: str, sound: list[Any], several: bool) -> str:
-    length, depth = _get(row, "acceptance_length"), _get(row, "depth")
+    length, depth = field_of(row, "acceptance_length"), field_of(row, "depth")
     said = f"{MARK} {_named(row, several)}: the target is broken ({fault})."
     if length is None or not depth:
         return said
-    like = [r for r in sound if all(_get(r, key) == _get(row, key) for key in ("depth", "temperature", "prompt_set"))]
-    best = max(like, key=lambda r: _get(r, "acceptance_length"), default=None)
-    beside = "" if best is None else f" ({_get(best, 'acceptance_length'):.2f} with {_named(best, several)})"
+    shared = ("depth", "temperature", "prompt_set")
+    like = [r for r in sound if all(field_of(r, key) == field_of(row, key) for key in shared)]
+    best = max(like, key=lambda r: field_of(r, "acceptance_length"), default=None)
+    beside = "" if best is None else f" ({field_of(best, 'acceptance_length'):.2f} with {_named(best, several)})"
     return (
         f"{said} Its acceptance length at depth {depth}, {length:.2f}{beside}, says how easily it is guessed, and "
         "nothing of whether it is right."
@@ -90,14 +104,14 @@ def _sentence(row: Any, fault: str, sound: list[Any], several: bool) -> str:
 def quality_notes(rows: Iterable[Any], columns: bool = True) -> list[str]:
     """What to know beside the numbers: broken targets, the criterion, and with `columns` of quality the text that they
     are over and why numbers are missing."""
-    found = [row for row in rows if _get(row, "error") is None]
+    found = [row for row in rows if field_of(row, "error") is None]
     told = sentences(found)
     if told:
         told.append(CRITERION)
     if not columns:
         return told
-    told += dict.fromkeys(note for row in found if (note := _get(row, "quality_note")))
-    texts = dict.fromkeys(text for row in found if (text := _get(row, "quality_text")))
+    told += dict.fromkeys(note for row in found if (note := field_of(row, "quality_note")))
+    texts = dict.fromkeys(text for row in found if (text := field_of(row, "quality_text")))
     kinds = {"own": "what the unquantised target writes at temperature 1 from the prompts", "prompts": "the prompts"}
     words = list(dict.fromkeys(kinds.get(text.partition(":")[0], text) for text in texts))
     if words:
@@ -113,7 +127,7 @@ def quality_notes(rows: Iterable[Any], columns: bool = True) -> list[str]:
 def quality_cells(rows: Iterable[Any]) -> list[tuple[str, str, str]] | None:
     """For each row the cells under `COLUMNS`, marked where its target is broken; None where no row was judged."""
     found = list(rows)
-    if all(_get(row, "perplexity") is None and _get(row, "quality_note") is None for row in found):
+    if all(field_of(row, "perplexity") is None and field_of(row, "quality_note") is None for row in found):
         return None
     cells = []
     for row, fault in zip(found, faults(found), strict=True):
@@ -124,19 +138,19 @@ def quality_cells(rows: Iterable[Any]) -> list[tuple[str, str, str]] | None:
 
 def kl_words(row: Any) -> str:
     """Millinats per token, with its ±: `4.67 ±0.22`."""
-    kl, error = _get(row, "kl"), _get(row, "kl_error")
+    kl, error = field_of(row, "kl"), field_of(row, "kl_error")
     return "–" if kl is None else _short(1e3 * kl, 3) + (f" ±{_short(1e3 * error, 2)}" if error else "")
 
 
 def top1_words(row: Any) -> str:
     """`94.4 %`."""
-    share = _get(row, "top1_agreement")
+    share = field_of(row, "top1_agreement")
     return "–" if share is None else f"{100 * share:.1f} %"
 
 
 def perplexity_words(row: Any) -> str:
     """`24.9 ×1.006`: the perplexity, and its ratio to the reference's."""
-    mine, theirs = _get(row, "perplexity"), _get(row, "reference_perplexity")
+    mine, theirs = field_of(row, "perplexity"), field_of(row, "reference_perplexity")
     return "–" if mine is None else _short(mine, 3) + (f" ×{mine / theirs:.4g}" if theirs else "")
 
 
@@ -145,18 +159,14 @@ def _short(value: float, digits: int) -> str:
 
 
 def _named(row: Any, several: bool) -> str:
-    origin = f"{_get(row, 'checkpoint')}: " if several else ""
-    words = weights_words(str(_get(row, "exclude_label")), _get(row, "model_format"))
-    return f"{origin}{words} · {cache_words(_get(row, 'quant_policy') or 'none')} cache"
+    origin = f"{field_of(row, 'checkpoint')}: " if several else ""
+    words = weights_words(str(field_of(row, "exclude_label")), field_of(row, "model_format"))
+    return f"{origin}{words} · {cache_words(field_of(row, 'quant_policy') or 'none')} cache"
 
 
 def _rank(row: Any) -> tuple[float, float]:
-    return -(_get(row, "temperature") or 0.0), _get(row, "depth")
+    return -(field_of(row, "temperature") or 0.0), field_of(row, "depth")
 
 
 def _measured(row: Any) -> bool:
-    return _get(row, "perplexity") is not None and _get(row, "acceptance_length") is not None
-
-
-def _get(row: Any, name: str) -> Any:
-    return row.get(name) if isinstance(row, Mapping) else getattr(row, name, None)
+    return field_of(row, "perplexity") is not None and field_of(row, "acceptance_length") is not None

@@ -14,11 +14,13 @@ Reads rows, or dicts with the same fields; measures nothing and knows nothing of
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+
+from mtplab.study.fields import field_of
 
 __all__ = ["BATCH", "ODD", "Cost", "costs", "odd_timings", "round_seconds"]
 
@@ -37,7 +39,7 @@ class Cost:
 
 def round_seconds(row: Any) -> float | None:
     """Decoding seconds per round of one prompt, shared with the prompts beside it; None without any."""
-    seconds, rounds = _get(row, "seconds"), _get(row, "rounds")
+    seconds, rounds = field_of(row, "seconds"), field_of(row, "rounds")
     return seconds / rounds if seconds and rounds else None
 
 
@@ -53,7 +55,7 @@ def odd_timings(rows: Iterable[Any]) -> list[float | None]:
         if round_seconds(row) is not None:
             groups.setdefault(_alike(row), []).append(at)
     for group in groups.values():
-        depths = np.log1p([_get(rows[at], "depth") for at in group])
+        depths = np.log1p([field_of(rows[at], "depth") for at in group])
         seconds = np.log([round_seconds(rows[at]) for at in group])
         for at, off in zip(group, seconds - _line(depths, seconds), strict=True):
             if abs(off) > math.log(ODD):
@@ -74,7 +76,7 @@ def costs(rows: Iterable[Any], odd: Sequence[float | None] | None = None) -> dic
     for row, off in zip(rows, odd, strict=True):
         seconds = round_seconds(row)
         if off is None and seconds is not None:
-            lines.setdefault((*_alike(row), _setting(row)), {})[_get(row, "depth")] = seconds
+            lines.setdefault((*_alike(row), _setting(row)), {})[field_of(row, "depth")] = seconds
     ratios: dict[int, list[float]] = {}
     for line in lines.values():
         for depth, seconds in line.items():
@@ -96,13 +98,9 @@ def _line(x: np.ndarray, y: np.ndarray) -> np.ndarray:
 def _alike(row: Any) -> tuple[Any, ...]:
     """What two rows share whose seconds can be compared."""
     names = ("checkpoint", "method", "prompt_set", "n_prompts", "max_new_tokens", "temperature")
-    return *(_get(row, name) for name in names), (_get(row, "provenance") or {}).get("device")
+    return *(field_of(row, name) for name in names), (field_of(row, "provenance") or {}).get("device")
 
 
 def _setting(row: Any) -> tuple[Any, ...]:
     names = ("exclude_label", "quant_policy", "draft_quant_policy", "model_format", "seed", "top_k", "top_p")
-    return tuple(str(_get(row, name)) for name in names)
-
-
-def _get(row: Any, name: str) -> Any:
-    return row.get(name) if isinstance(row, Mapping) else getattr(row, name, None)
+    return tuple(str(field_of(row, name)) for name in names)

@@ -25,16 +25,15 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from mtplab.errors import ConfigError
 from mtplab.study.point import QUALITY_SCHEMA, TEXT_SEED, canonical_json
+from mtplab.study.quality import KEPT_BYTES, logits_bytes
 from mtplab.study.row import QUALITY_FIELDS
+from mtplab.study.soundness import NOT_FINITE
 from mtplab.study.store import PointStore, write_atomically
 
 if TYPE_CHECKING:
     from mtplab.study.worker import Unit, Variant
 
 __all__ = ["KEPT_BYTES", "QualityMeter", "QualityTask", "TargetQuality"]
-
-# of a reference's logits that a process keeps; past it the reference stays loaded and is read again for each target
-KEPT_BYTES = 1 << 30
 
 Owned = Callable[[str], contextlib.AbstractContextManager[bool]]
 
@@ -204,7 +203,7 @@ class QualityMeter:
                         cancel=cancel,
                     )
                     _keep(path, json.dumps({"schema": QUALITY_SCHEMA, "texts": texts}).encode())
-            size = 4 * model.config.vocab_size * sum(map(len, texts))
+            size = logits_bytes(model, texts)
             fits = size <= self.limit
             while fits and self._read and size + sum(one.nbytes for one in self._read.values()) > self.limit:
                 del self._read[next(iter(self._read))]
@@ -215,9 +214,6 @@ class QualityMeter:
             kept = _Read(texts, [len(prompt) - 1 for prompt in prompts], reading, size if fits else 0)
         self._read[task.texts] = kept  # the last used is the last to go
         return kept
-
-
-NOT_FINITE = "the target's probabilities on this text are not finite numbers"
 
 
 def _kept(path: Path, key: str) -> TargetQuality | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from html import escape
 from typing import TYPE_CHECKING
 
-from mtplab.checkpoint.text_table import aligned, as_bytes, counted, html_table, printable
+from mtplab.checkpoint.text_table import aligned, as_bytes, counted, html_table, printable, scrolling
 
 if TYPE_CHECKING:
     from mtplab.study.trace import Trace
@@ -56,5 +56,4 @@ def as_html(trace: Trace) -> str:
     depths, lengths = zip(*_rows(trace), strict=True)
     table = html_table(("depth", *depths), [("tokens per round", *lengths)], set(depths))
     words = "".join(f"<p>{escape(text)}</p>" for text in (*_sentences(trace), _MORE))
-    scrolls = 'style="overflow-x:auto;max-width:100%" tabindex="0" role="region" aria-label="Tokens per round by depth"'
-    return f'<div class="mtplab-trace">{words}<div {scrolls}>{table}</div></div>'
+    return f'<div class="mtplab-trace">{words}{scrolling(table, "Tokens per round by depth")}</div>'

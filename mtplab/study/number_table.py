@@ -1,0 +1,32 @@
+"""Numbers as an HTML table, in a box that scrolls where it is too wide: from the keyboard too, and with a name.
+
+Every cell is escaped. Knows nothing of what stands in them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from html import escape
+
+from mtplab.checkpoint.text_table import scrolling
+
+__all__ = ["Cell", "number_table"]
+
+# text, or a number and what stands below it: nine numbers side by side fit a page, and with their intervals do not
+Cell = str | tuple[str, str]
+
+
+def number_table(head: Sequence[Cell], lines: Iterable[Sequence[Cell]], name: str, left: int = 0) -> str:
+    """Lines as long as `head`; the first `left` columns are text, which is set to the left. `name` is what the box is
+    called where it is read aloud."""
+
+    def row(cells: Sequence[Cell], tag: str) -> str:
+        sides = ["left" if at < left else "right" for at in range(len(cells))]
+        texts = [escape(cell) if isinstance(cell, str) else "<br>".join(map(escape, cell)) for cell in cells]
+        return "".join(
+            f'<{tag} style="text-align:{side};white-space:nowrap">{text}</{tag}>'
+            for side, text in zip(sides, texts, strict=True)
+        )
+
+    body = "".join(f"<tr>{row(line, 'td')}</tr>" for line in lines)
+    return scrolling(f"<table><thead><tr>{row(head, 'th')}</tr></thead><tbody>{body}</tbody></table>", name)

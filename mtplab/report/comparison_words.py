@@ -173,7 +173,7 @@ def _quality(against: Against) -> str:
     if pair.base.kl == pair.other.kl:
         return "KL from the unquantised target is the same in both."
     where = f"{_where(pair)}, where it differs most" if len(lines) > 1 else ""
-    before, now = (kl_words(row).replace("±", "± ") for row in (pair.base, pair.other))
+    before, now = map(kl_words, (pair.base, pair.other))
     return f"KL from the unquantised target was {before} and is {now} millinats per token{where}."
 
 

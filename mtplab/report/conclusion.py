@@ -231,7 +231,7 @@ def _kl(record: Record) -> str:
     setting = f"{record['weights_label']}, KV cache {record['policy_label']}"
     share = record.get("top1_agreement")
     top1 = "" if share is None else f"; the same likeliest token at {100 * share:.1f} % of positions"
-    return f"{kl_words(record).replace('±', '± ')} millinats per token ({setting}{top1})"
+    return f"{kl_words(record)} millinats per token ({setting}{top1})"
 
 
 def _machine(record: Record) -> str:

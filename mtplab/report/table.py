@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from mtplab.report.tables import html_table
 from mtplab.report.text import escape, plain
+from mtplab.study.number_table import number_lines
 
 __all__ = ["Table", "in_markdown", "one_line"]
 
@@ -31,17 +32,8 @@ class Table:
 
     def to_text(self) -> str:
         """Aligned columns below the title."""
-        rows = [[one_line(cell) for cell in line] for line in (self.head, *self.body)]
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-
-        def aligned(cells: Sequence[str]) -> str:
-            sides = (
-                cell.ljust(width) if at < self.left else cell.rjust(width)
-                for at, (cell, width) in enumerate(zip(cells, widths, strict=True))
-            )
-            return "  ".join(sides).rstrip()
-
-        lines = [aligned(rows[0]), "  ".join("─" * width for width in widths), *map(aligned, rows[1:])]
+        head, *body = [[one_line(cell) for cell in line] for line in (self.head, *self.body)]
+        lines = number_lines(head, body, self.left, rule=True)
         return "\n".join([self.title, "", *lines, *([f"  {self.note}"] if self.note else [])])
 
     def to_markdown(self) -> str:

@@ -13,7 +13,7 @@ import ipywidgets as widgets
 
 from mtplab.report.acceptance_figures import acceptance_chart
 from mtplab.report.panels import Panel, Progress
-from mtplab.report.tables import html_table
+from mtplab.report.table import html_table
 from mtplab.report.text import plain
 from mtplab.study.acceptance_set import AcceptanceSet
 from mtplab.study.acceptance_views import VIEWS, View

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from mtplab.report.tables import html_table
+from mtplab.report.table import html_table
 from mtplab.study.advice import Advice
 from mtplab.study.published import Compared
 

@@ -19,7 +19,7 @@ from mtplab.checkpoint.lenses import recommended_exclusions, views_of
 from mtplab.report.maps import checkpoint_map, map_key
 from mtplab.report.panels import Panel, Progress
 from mtplab.report.sweep_panel import module_globs
-from mtplab.report.tables import html_table
+from mtplab.report.table import html_table
 from mtplab.report.text import escape, human_bytes, plain
 
 __all__ = ["AuditPanel"]

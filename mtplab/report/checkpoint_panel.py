@@ -13,8 +13,8 @@ import ipywidgets as widgets
 
 from mtplab.report.maps import checkpoint_map, map_key
 from mtplab.report.panels import Panel, Progress
+from mtplab.report.plan_tables import plan_table
 from mtplab.report.sweep_panel import module_globs
-from mtplab.report.tables import plan_table
 from mtplab.report.text import human_bytes, plain
 
 __all__ = ["CheckpointPanel"]

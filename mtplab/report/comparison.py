@@ -23,6 +23,7 @@ from mtplab.study.speed import odd_timings
 
 __all__ = ["Against", "Comparison", "Point", "Source", "compare"]
 
+
 @dataclass(frozen=True)
 class Source:
     """A file of rows, under the name that tables have for it."""

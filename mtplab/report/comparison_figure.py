@@ -12,8 +12,7 @@ from mtplab.report.comparison_tables import pair_words, signed
 from mtplab.report.figures import Signs, new_figure, nothing_drawn, side_by_side, style_axes
 from mtplab.report.palette import INK, PAPER
 from mtplab.report.picture import Picture
-from mtplab.report.table import one_line
-from mtplab.report.text import plain, plot_label
+from mtplab.report.text import one_line, plain, plot_label
 from mtplab.study.matching import AXES, Pair
 
 __all__ = ["differences_by_depth"]

@@ -8,14 +8,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 
 from mtplab.report.comparison import Against, Point
-from mtplab.report.table import Table, one_line
-from mtplab.report.text import human_bytes
+from mtplab.report.row_sizes import SIZES, Size
+from mtplab.report.table import Table
+from mtplab.report.text import human_bytes, one_line
 from mtplab.study.matching import AXES, Pair
 from mtplab.study.row import ResultRow
 from mtplab.study.soundness import COLUMNS, quality_cells
 
 __all__ = [
-    "SIZES",
     "byte_pairs",
     "listed",
     "pair_words",
@@ -129,26 +129,13 @@ def _quality_table(against: Against) -> Table | None:
     return Table("The target itself, against the unquantised one", head, body, len(columns), note)
 
 
-def _sum(*names: str) -> Callable[[ResultRow], float | None]:
-    def read(row: ResultRow) -> float | None:
-        values = [getattr(row, name) for name in names]
-        return None if None in values else sum(values)
-
-    return read
-
-
-SIZES: tuple[tuple[str, Callable[[ResultRow], float | None]], ...] = (
-    ("weights", _sum("target_weight_bytes", "draft_weight_bytes")),
-    ("KV a token", _sum("kv_bytes_per_token", "draft_kv_bytes_per_token")),
-    ("state a sequence", _sum("state_bytes")),
-)
-
-
-def size_known(against: Against, read: Callable) -> bool:
+def size_known(against: Against, read: Size) -> bool:
+    """Whether some pair has this size on both sides."""
     return any(read(point.pair.base) is not None and read(point.pair.other) is not None for point in against.points)
 
 
-def byte_pairs(against: Against, read: Callable) -> list[Pair]:
+def byte_pairs(against: Against, read: Size) -> list[Pair]:
+    """A pair for each setting that has this size on both sides, and not the same."""
     return [
         pair
         for pair in _by_setting(against)

@@ -11,9 +11,10 @@ from statistics import median
 from typing import Any
 
 from mtplab.quant.policy import resolve_policy
-from mtplab.report.palette import GREEN
+from mtplab.report.finding import finding_html
+from mtplab.report.row_sizes import kv_bytes, weight_bytes
 from mtplab.report.rows import Record, as_records, at_temperature, besides, setting_words
-from mtplab.report.text import escape, human_bytes
+from mtplab.report.text import human_bytes
 from mtplab.study.hint import faint_draft
 from mtplab.study.interval import change_error
 from mtplab.study.soundness import CRITERION, kl_words, sentences
@@ -185,8 +186,7 @@ class Conclusion:
         return said
 
     def _repr_html_(self) -> str:
-        text = "<br>".join(escape(sentence) for sentence in self.sentences or [_NOTHING])
-        return f'<p class="finding" style="border-left:4px solid {GREEN};padding:8px 16px;max-width:50em">{text}</p>'
+        return finding_html(self.sentences or [_NOTHING])
 
     def __repr__(self) -> str:
         return " ".join(self.sentences) or _NOTHING
@@ -231,7 +231,7 @@ def _kl(record: Record) -> str:
     setting = f"{record['weights_label']}, KV cache {record['policy_label']}"
     share = record.get("top1_agreement")
     top1 = "" if share is None else f"; the same likeliest token at {100 * share:.1f} % of positions"
-    return f"{kl_words(record).replace('±', '± ')} millinats per token ({setting}{top1})"
+    return f"{kl_words(record)} millinats per token ({setting}{top1})"
 
 
 def _machine(record: Record) -> str:
@@ -253,7 +253,7 @@ def _weights(record: Record) -> str:
 
 def _kv_share(other: Record, base: Record) -> str:
     """` for 53 % of the KV bytes …`, where both rows know them, and of all that a sequence holds."""
-    mine, theirs = _kv_bytes(other), _kv_bytes(base)
+    mine, theirs = kv_bytes(other), kv_bytes(base)
     if not mine or not theirs:
         return ""
     said = f" for {100 * mine / theirs:.0f} % of the KV bytes as deployed"
@@ -265,13 +265,5 @@ def _kv_share(other: Record, base: Record) -> str:
 
 
 def _weight_share(other: Record, base: Record) -> str:
-    mine, theirs = _weight_bytes(other), _weight_bytes(base)
+    mine, theirs = weight_bytes(other), weight_bytes(base)
     return f" for {100 * mine / theirs:.0f} % of the weight bytes" if mine and theirs else ""
-
-
-def _kv_bytes(record: Record) -> float:
-    return (record.get("kv_bytes_per_token") or 0) + (record.get("draft_kv_bytes_per_token") or 0)
-
-
-def _weight_bytes(record: Record) -> float:
-    return (record.get("target_weight_bytes") or 0) + (record.get("draft_weight_bytes") or 0)

@@ -14,7 +14,7 @@ from matplotlib.patches import Patch
 from mtplab.report.figures import new_figure, nothing_drawn, style_axes
 from mtplab.report.palette import BLUE, GREEN, INK, ORANGE, PAPER, PURPLE, VERMILLION
 from mtplab.report.picture import Picture
-from mtplab.report.tables import html_table
+from mtplab.report.table import html_table
 from mtplab.report.text import human_bytes, plain, plot_label
 from mtplab.study.sensitivity import shown
 

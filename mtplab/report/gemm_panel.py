@@ -14,7 +14,7 @@ import ipywidgets as widgets
 from mtplab.errors import CheckpointError
 from mtplab.report.gemm_figures import granularity_errors, roofline
 from mtplab.report.panels import Panel, Progress
-from mtplab.report.tables import html_table
+from mtplab.report.table import html_table
 from mtplab.report.text import plain
 from mtplab.study.gpus import GPUS, SHAPES, gpu
 from mtplab.study.granularity import GRANULARITIES, matrix_errors, with_outliers

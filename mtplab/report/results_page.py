@@ -17,10 +17,11 @@ from mtplab.report.explorer import SweepExplorer
 from mtplab.report.figures import acceptance_by_depth, acceptance_by_position
 from mtplab.report.page import Page, page_path, save_page
 from mtplab.report.row_facts import row_facts
+from mtplab.report.row_sizes import SIZES
 from mtplab.report.rows import Record, as_records
-from mtplab.report.table import one_line
-from mtplab.report.tables import acceptance_table, html_table
-from mtplab.report.text import escape, human_bytes
+from mtplab.report.rows_table import acceptance_table
+from mtplab.report.table import html_table
+from mtplab.report.text import escape, human_bytes, one_line
 from mtplab.study.matching import display_order
 from mtplab.study.provenance import collect
 from mtplab.study.row import ResultRow
@@ -158,19 +159,6 @@ def _depth_figures(rows: list[ResultRow], temperature: float) -> list[Any]:
     return [acceptance_by_depth(found, temperature) for found in chosen]
 
 
-# a column for each of these that some row has
-_MEASURES = (
-    ("Weights", lambda r: _sum(r, "target_weight_bytes", "draft_weight_bytes")),
-    ("KV a token", lambda r: _sum(r, "kv_bytes_per_token", "draft_kv_bytes_per_token")),
-    ("State a sequence", lambda r: r.get("state_bytes")),
-)
-
-
-def _sum(record: Record, *names: str) -> float | None:
-    values = [record.get(name) for name in names]
-    return None if None in values else sum(values)
-
-
 def _setting_table(records: list[Record]) -> str:
     """What does not depend on the depth, one line for each setting; what no row has is left out."""
     several = len({record["temperature"] for record in records}) > 1
@@ -178,16 +166,16 @@ def _setting_table(records: list[Record]) -> str:
     for record in records:
         lead = (record["weights_label"], record["policy_label"])
         settings.setdefault((*lead, f"{record['temperature']:g}") if several else lead, []).append(record)
-    told = [each for each in _MEASURES if any(each[1](record) is not None for record in records)]
+    told = [(title, read) for title, read in SIZES if any(read(record) is not None for record in records)]
     if not told:
         return ""
     body = []
     for lead, found in settings.items():
-        cells = []
-        for _, read in told:
-            cells.append(human_bytes(next((read(record) for record in found if read(record) is not None), None)))
-        body.append((*lead, *cells))
-    head = ["Exclusions", "KV cache", *(["Temperature"] if several else []), *(title for title, _ in told)]
+        # a size of 0 is one
+        sizes = (next((size for size in map(read, found) if size is not None), None) for _, read in told)
+        body.append((*lead, *map(human_bytes, sizes)))
+    titles = (title[0].upper() + title[1:] for title, _ in told)
+    head = ["Exclusions", "KV cache", *(["Temperature"] if several else []), *titles]
     return html_table(head, body, "Bytes as deployed", left=2)
 
 

@@ -20,7 +20,7 @@ from mtplab.errors import ConfigError
 from mtplab.report.figures import acceptance_by_depth
 from mtplab.report.module_tree import ModuleTree
 from mtplab.report.panels import Panel, Progress
-from mtplab.report.tables import acceptance_table
+from mtplab.report.rows_table import acceptance_table
 from mtplab.report.text import plain
 
 __all__ = ["SweepPanel", "module_globs"]

@@ -16,6 +16,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from mtplab.study.fields import field_of
+from mtplab.study.number_table import Cell, on_one_line
 from mtplab.study.words import cache_words, weights_words
 
 __all__ = [
@@ -27,6 +28,7 @@ __all__ = [
     "kl_words",
     "quality_cells",
     "quality_notes",
+    "quality_numbers",
     "sentences",
 ]
 
@@ -124,22 +126,35 @@ def quality_notes(rows: Iterable[Any], columns: bool = True) -> list[str]:
     return told
 
 
-def quality_cells(rows: Iterable[Any]) -> list[tuple[str, str, str]] | None:
+def quality_cells(rows: Iterable[Any]) -> list[tuple[str, ...]] | None:
     """For each row the cells under `COLUMNS`, marked where its target is broken; None where no row was judged."""
+    found = quality_numbers(rows)
+    return None if found is None else [tuple(map(on_one_line, cells)) for cells in found]
+
+
+def quality_numbers(rows: Iterable[Any]) -> list[tuple[Cell, Cell, Cell]] | None:
+    """The same, intervals and ratios below their numbers."""
     found = list(rows)
     if all(field_of(row, "perplexity") is None and field_of(row, "quality_note") is None for row in found):
         return None
     cells = []
     for row, fault in zip(found, faults(found), strict=True):
-        kl = kl_words(row)
-        cells.append((kl if fault is None else f"{MARK} {kl}", top1_words(row), perplexity_words(row)))
+        kl, error = _millinats(row)
+        kl = kl if fault is None else f"{MARK} {kl}"
+        cells.append(((kl, f"±{error}") if error else kl, top1_words(row), _perplexity_cell(row)))
     return cells
 
 
 def kl_words(row: Any) -> str:
-    """Millinats per token, with its ±: `4.67 ±0.22`."""
+    """Millinats per token, with its ±: `4.67 ± 0.22`."""
+    kl, error = _millinats(row)
+    return f"{kl} ± {error}" if error else kl
+
+
+def _millinats(row: Any) -> tuple[str, str]:
+    """KL, and half its interval where there is one."""
     kl, error = field_of(row, "kl"), field_of(row, "kl_error")
-    return "–" if kl is None else _short(1e3 * kl, 3) + (f" ±{_short(1e3 * error, 2)}" if error else "")
+    return ("–", "") if kl is None else (_short(1e3 * kl, 3), _short(1e3 * error, 2) if error else "")
 
 
 def top1_words(row: Any) -> str:
@@ -148,10 +163,12 @@ def top1_words(row: Any) -> str:
     return "–" if share is None else f"{100 * share:.1f} %"
 
 
-def perplexity_words(row: Any) -> str:
-    """`24.9 ×1.006`: the perplexity, and its ratio to the reference's."""
+def _perplexity_cell(row: Any) -> Cell:
+    """24.9 and ×1.006: the perplexity, and its ratio to the reference's."""
     mine, theirs = field_of(row, "perplexity"), field_of(row, "reference_perplexity")
-    return "–" if mine is None else _short(mine, 3) + (f" ×{mine / theirs:.4g}" if theirs else "")
+    if mine is None:
+        return "–"
+    return (_short(mine, 3), f"×{mine / theirs:.4g}") if theirs else _short(mine, 3)
 
 
 def _short(value: float, digits: int) -> str:

@@ -69,7 +69,7 @@ class Layout:
     @property
     def shared(self) -> tuple[str, ...]:
         """Modules that a file may leave out because the target's are used."""
-        return tuple(filter(None, (self.head, self.embedding)))
+        return tuple(filter(None, (self.embedding, self.head)))
 
     def names(self, i: int, layers: int, root: str = "model.") -> HeadNames:
         """Of head layer i on disk, where the target has so many decoder layers and its names begin with `root`."""

@@ -55,7 +55,7 @@ class Recorder:
         return found
 
 
-class _Probe:
+class _Probe(PackedLinear):
     """A packed linear layer and the same in FP8: the first one's outputs, differentiable."""
 
     def __init__(self, plain: PackedLinear, quantised: PackedLinear, recorder: Recorder):
@@ -126,7 +126,7 @@ def probed(model: Model, quantised: Model) -> tuple[Target, Head | None, Recorde
     pairs = dict(zip(map(id, _linears(model)), _linears(quantised), strict=True))
 
     def swap(packed: PackedLinear) -> PackedLinear:
-        return _Probe(packed, pairs[id(packed)], recorder)  # type: ignore[return-value]
+        return _Probe(packed, pairs[id(packed)], recorder)
 
     target, draft = exchanged(model, swap, _no_experts)
     target = replace(target, layers=[_plain_layer(layer) for layer in target.layers], norm=_plain(target.norm))

@@ -21,6 +21,7 @@ from mtplab.report.text import plain, plot_label
 from mtplab.study.advice import Advice, Cell
 from mtplab.study.cost import BINDS
 from mtplab.study.curve import Curve
+from mtplab.study.words import DEPTH
 
 __all__ = ["advice_pictures", "best_depth_map", "lengths_by_depth", "round_parts", "speedup_by_depth"]
 
@@ -42,7 +43,7 @@ def lengths_by_depth(curves: Mapping[str, Curve]) -> Picture:
     """Tokens a round by depth, one line each; the dotted line is what a head that is always right would give."""
     figure = new_figure(3.8)
     axes = figure.add_subplot()
-    style_axes(axes, "What a round gives", "Draft depth k (draft tokens per round)", "Tokens a round (bonus counted)")
+    style_axes(axes, "What a round gives", DEPTH, "Tokens a round (bonus counted)")
     deepest = max(max(curve.depths) for curve in curves.values())
     axes.plot([0, deepest], [1, deepest + 1], color=INK, linewidth=1.0, linestyle=(0, (1, 2)), label="always right")
     said = []
@@ -104,7 +105,7 @@ def _line(index: int) -> dict[str, Any]:
 
 
 def _speedups(axes: Axes, found: Mapping[str, Advice]) -> str:
-    style_axes(axes, "Speed-up by depth (model)", "Draft depth k (draft tokens per round)", "Times plain decoding")
+    style_axes(axes, "Speed-up by depth (model)", DEPTH, "Times plain decoding")
     axes.axhline(1, color=INK, linewidth=1.2, linestyle=(0, (6, 3)))
     said = []
     for index, (label, advice) in enumerate(found.items()):
@@ -160,7 +161,7 @@ def _map(axes: Axes, cells: Sequence[Sequence[Cell]], title: str) -> str:
 
 
 def _parts(axes: Axes, advice: Advice) -> str:
-    style_axes(axes, "What a round's time goes to (model)", "Draft depth k (draft tokens per round)", "Milliseconds")
+    style_axes(axes, "What a round's time goes to (model)", DEPTH, "Milliseconds")
     depths = [line.depth for line in advice.lines]
     base = [0.0] * len(depths)
     keys = [key for key in BINDS if any(line.cost.parts[key] > 0.005 * line.cost.seconds for line in advice.lines)]

@@ -14,11 +14,11 @@ from matplotlib.ticker import FixedLocator, MaxNLocator, NullLocator
 
 from mtplab.checkpoint.text_table import scrolling
 from mtplab.report.figures import WIDTH, new_figure, style_axes
-from mtplab.report.palette import INK, MARKERS, PAPER, policy_colours
+from mtplab.report.palette import GRID, INK, MARKERS, PAPER, policy_colours
 from mtplab.report.picture import Picture
 from mtplab.report.text import escape, plain, plot_label
 from mtplab.study.cache_study import CacheLine, CacheStudy, context_edges
-from mtplab.study.words import cache_words
+from mtplab.study.words import DEPTH, cache_words, signed
 
 __all__ = ["MEASURES", "cache_bytes_and_cost", "cache_by_context", "cache_pictures", "cache_table", "draft_cache_grid"]
 
@@ -138,7 +138,7 @@ def draft_cache_grid(study: CacheStudy, depth: int) -> Picture:
             beyond = False
             if change is not None and line.draft_policy != "none":
                 half = change[1]
-                text += f"  {change[0]:+.2f}".replace("-", "−") + ("" if half is None else f" ± {half:.2f}")
+                text += f"  {signed(change[0])}" + ("" if half is None else f" ± {half:.2f}")
                 beyond = half is not None and abs(change[0]) > half
             weight = "bold" if beyond else "normal"
             axes.text(x, y, text, ha="center", va="center", fontsize=10, color=INK, weight=weight)
@@ -153,7 +153,7 @@ def draft_cache_grid(study: CacheStudy, depth: int) -> Picture:
     for side in axes.spines.values():
         side.set_visible(False)
     for y in range(1, len(targets)):
-        axes.axhline(y - 0.5, color="#D8DEE4", linewidth=0.8)
+        axes.axhline(y - 0.5, color=GRID, linewidth=0.8)
     return Picture(figure, f"Acceptance length at depth {depth} by both caches. {'; '.join(said)}.")
 
 
@@ -264,7 +264,7 @@ def _last(study: CacheStudy, what: str) -> int:
 def _depths(axes: Axes, study: CacheStudy, lines: Sequence[CacheLine]) -> str:
     """Acceptance by depth, all contexts together; returns what it says."""
     signs = _Signs(study)
-    style_axes(axes, "By depth", "Draft depth k (draft tokens per round)", "Tokens a round")
+    style_axes(axes, "By depth", DEPTH, "Tokens a round")
     said = []
     for line in lines:
         depths = [depth for depth in range(study.max_depth + 1) if line.acceptance.length(depth) is not None]

@@ -14,6 +14,7 @@ from mtplab.report.palette import INK, PAPER
 from mtplab.report.picture import Picture
 from mtplab.report.text import one_line, plain, plot_label
 from mtplab.study.matching import AXES, Pair
+from mtplab.study.words import DEPTH
 
 __all__ = ["differences_by_depth"]
 
@@ -32,8 +33,7 @@ def differences_by_depth(against: Against) -> Picture:
     title = f"{plot_label(against.other.name, 30)} less {plot_label(against.base.name, 30)}{of}"
     figure = new_figure(4.4)
     axes = figure.add_subplot()
-    depth = "Draft depth k (draft tokens per round)"
-    style_axes(axes, f"Difference in acceptance length\n{title}", depth, "Difference (tokens per round)")
+    style_axes(axes, f"Difference in acceptance length\n{title}", DEPTH, "Difference (tokens per round)")
     if not drawn:
         return Picture(nothing_drawn(figure, axes), "Difference in acceptance length: no points with drafts matched.")
     axes.axhline(0, color=INK, linewidth=1)

@@ -11,6 +11,7 @@ from mtplab.report.comparison import Against, Point
 from mtplab.report.row_sizes import SIZES, Size
 from mtplab.report.table import Table
 from mtplab.report.text import human_bytes, one_line
+from mtplab.study import words
 from mtplab.study.matching import AXES, Pair
 from mtplab.study.row import ResultRow
 from mtplab.study.soundness import COLUMNS, quality_cells
@@ -60,8 +61,7 @@ def pair_words(pair: Pair, axis: str) -> str:
 
 def signed(value: float, digits: int = 2) -> str:
     """With its sign, and no sign before nothing."""
-    text = f"{value:+.{digits}f}"
-    return text.replace("-", "−") if float(text) else f"{0:.{digits}f}"
+    return words.signed(value, digits) if round(value, digits) else f"{0:.{digits}f}"
 
 
 def _lengths(against: Against) -> Table:
@@ -264,5 +264,6 @@ def with_error(point: Point) -> str:
     return f"{signed(point.difference)} ± {point.change.error:.2f}" if point.compared else "none"
 
 
-def listed(words: Sequence[str]) -> str:
-    return " and ".join([", ".join(words[:-1]), words[-1]]) if len(words) > 1 else "".join(words)
+def listed(names: Sequence[str]) -> str:
+    """`a, b and c`."""
+    return " and ".join([", ".join(names[:-1]), names[-1]]) if len(names) > 1 else "".join(names)

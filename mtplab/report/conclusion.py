@@ -15,11 +15,12 @@ from mtplab.report.finding import finding_html
 from mtplab.report.row_sizes import kv_bytes, weight_bytes
 from mtplab.report.rows import Record, as_records, at_temperature, besides, setting_words
 from mtplab.report.text import human_bytes
+from mtplab.study.fields import fact_of
 from mtplab.study.hint import faint_draft
 from mtplab.study.interval import change_error
 from mtplab.study.soundness import CRITERION, kl_words, sentences
 from mtplab.study.speed import BATCH, ODD, costs
-from mtplab.study.words import cache_words
+from mtplab.study.words import cache_words, prompts_words, signed
 
 __all__ = ["PAYS", "Conclusion"]
 
@@ -103,7 +104,8 @@ class Conclusion:
         deepest = line[max(line)]
         return (
             f"With {_weights(deepest)} (KV cache: {deepest['policy_label']}), a round at depth {deepest['depth']} "
-            f"gives {_with_error(deepest)} tokens ({_prompts(deepest)}, {deepest['rounds']:g} rounds){_growth(line)}."
+            f"gives {_with_error(deepest)} tokens ({prompts_words(deepest)}, {deepest['rounds']:g} rounds)"
+            f"{_growth(line)}."
         )
 
     def _time_of(self, timed: list[Record]) -> str:
@@ -168,12 +170,12 @@ class Conclusion:
         change = other["acceptance_length"] - base["acceptance_length"]
         found = change_error(other, base)
         if found is None:
-            return _signed(change)
+            return signed(change)
         if change == 0 and found[0] == 0:
             return "no difference"
         within = abs(change) <= found[0]
         self._compared.append(within)
-        return f"{_signed(change)} ± {found[0]:.2f}" + (" (within chance)" if within else "")
+        return f"{signed(change)} ± {found[0]:.2f}" + (" (within chance)" if within else "")
 
     def _chance(self) -> str:
         if not any(r["length_error"] for r in self.records):
@@ -210,21 +212,13 @@ def _growth(line: dict[int, Record]) -> str:
     if grown[-1] == depths[-1]:
         change = line[depths[-1]]["acceptance_length"] - line[depths[-2]]["acceptance_length"]
         error, _ = change_error(line[depths[-1]], line[depths[-2]])
-        return f", and still grows there ({_signed(change)} ± {error:.2f} over depth {depths[-2]})"
+        return f", and still grows there ({signed(change)} ± {error:.2f} over depth {depths[-2]})"
     return f"; past depth {grown[-1]} ({_with_error(line[grown[-1]])}) the next depth adds nothing beyond chance"
 
 
 def _with_error(record: Record) -> str:
     error = record["length_error"]
     return f"{record['acceptance_length']:.2f}" + (f" ± {error:.2f}" if error else "")
-
-
-def _signed(change: float) -> str:
-    return f"{change:+.2f}".replace("-", "−")
-
-
-def _prompts(record: Record) -> str:
-    return f"{record['n_prompts']} prompt{'s' if record['n_prompts'] > 1 else ''} × {record['max_new_tokens']} tokens"
 
 
 def _kl(record: Record) -> str:
@@ -235,9 +229,7 @@ def _kl(record: Record) -> str:
 
 
 def _machine(record: Record) -> str:
-    facts = record.get("provenance") or {}
-    threads = facts.get("threads")
-    device = facts.get("device") or "this device"
+    threads, device = fact_of(record, "threads"), fact_of(record, "device") or "this device"
     batch = min(BATCH, record["n_prompts"])
     return device + (f" with {threads} thread{'s' if threads > 1 else ''}" if threads else "") + f" at batch {batch}"
 

@@ -18,6 +18,8 @@ from mtplab.report.palette import DASHES, GRID, INK, MARKERS, PAPER, policy_colo
 from mtplab.report.picture import Picture
 from mtplab.report.rows import Record, as_records, at_temperature, group_series
 from mtplab.report.text import plain, plot_label
+from mtplab.study.acceptance_views import FEW_ROUNDS
+from mtplab.study.words import DEPTH, LENGTH
 
 __all__ = [
     "Signs",
@@ -29,7 +31,6 @@ __all__ = [
     "style_axes",
 ]
 
-FEW = 50  # rounds below which a share says little: at 50 % it is ± 14 points even if rounds were independent
 WIDTH = 9.0  # inches; 990 px at the default dpi, so that it is still readable scaled to 800
 
 
@@ -136,8 +137,8 @@ def acceptance_by_depth(rows: Any, temperature: float | None = None) -> Picture:
     style_axes(
         axes,
         title,
-        "Draft depth k (draft tokens per round)",
-        "Acceptance length (tokens per round)",
+        DEPTH,
+        LENGTH,
     )
     if not series:
         return Picture(nothing_drawn(figure, axes), "Acceptance length by depth: there are no finished rows to draw.")
@@ -173,7 +174,7 @@ def acceptance_by_position(rows: Any, depth: int | None = None, temperature: flo
     """Acceptance by draft position at one depth, in two panels: unconditional and conditional.
 
     Only rounds that got as far count for the second; how many those were stands below its axis, and a point over fewer
-    than `FEW` is hollow.
+    than `FEW_ROUNDS` is hollow.
 
     Args:
         rows: rows of a sweep, or dicts with the same fields.
@@ -201,7 +202,7 @@ def acceptance_by_position(rows: Any, depth: int | None = None, temperature: flo
             y = [float("nan") if share is None else 100 * share for share in shares]
             look = signs.line(record)
             axes.plot(x, y, **look)
-            few = [at for at, n in enumerate(reached[: len(y)]) if n < FEW] if key == "conditional" else []
+            few = [at for at, n in enumerate(reached[: len(y)]) if n < FEW_ROUNDS] if key == "conditional" else []
             hollow = {"color": PAPER, "marker": look["marker"], "markeredgecolor": look["color"], "markersize": 6}
             axes.plot([x[at] for at in few], [y[at] for at in few], linestyle="none", **hollow)
     for axes in (left, right):

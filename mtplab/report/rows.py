@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from mtplab.errors import ConfigError
+from mtplab.study.fields import fact_of
 from mtplab.study.interval import length_error
 from mtplab.study.soundness import faults
 from mtplab.study.speed import odd_timings
@@ -133,18 +134,12 @@ def _told(key: str, value: Any) -> str:
 
 def _value(record: Mapping[str, Any], key: str) -> Any:
     """A setting, or a fact of the row's point."""
-    return record[key] if key in record else _fact(record, key)
-
-
-def _fact(record: Mapping[str, Any], key: str) -> Any:
-    about = record.get("provenance")
-    config = about.get("config") if isinstance(about, Mapping) else None
-    return config.get(key) if isinstance(config, Mapping) else None
+    return record[key] if key in record else fact_of(record, "config", key)
 
 
 def _content(record: Mapping[str, Any]) -> str:
     """The checkpoint's content hash; empty where the row does not say."""
-    return str(_fact(record, "checkpoint") or "")
+    return str(fact_of(record, "config", "checkpoint") or "")
 
 
 def _known(records: Iterable[Mapping[str, Any]], key: str) -> set[str]:

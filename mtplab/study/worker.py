@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from mtplab.errors import MtplabError
+from mtplab.study.fields import fact_of
 from mtplab.study.point import PointConfig
 from mtplab.study.producer import Labels, error_row, produce
 from mtplab.study.row import ResultRow
@@ -179,10 +180,10 @@ def work(
     if all(_finished(on_disk, depth) for depth in unit.depths):
         done = all(_judged(unit, on_disk[depth]) for depth in unit.depths)
         if done or not store.writable():
-            bare = TargetQuality.failed("the results folder cannot be written")
+            unknown = TargetQuality.failed("the results folder cannot be written")
             for depth in unit.depths:
                 row = on_disk[depth]
-                take(row if _judged(unit, row) else row.with_quality(bare.row_fields(), bare.about()), True)
+                take(row if _judged(unit, row) else row.with_quality(unknown.row_fields(), unknown.about()), True)
             return outcome
     with _owned(store, point, wait, cancel) as held:
         if not held:
@@ -356,7 +357,7 @@ def _finished(rows: dict[int, ResultRow], depth: int) -> bool:
 
 def _judged(unit: Unit, row: ResultRow) -> bool:
     """Whether the row holds the quality that is asked for: of this target over this text, against this reference."""
-    return unit.quality is None or (row.provenance.get("quality") or {}).get("key") == unit.quality.key
+    return unit.quality is None or fact_of(row, "quality", "key") == unit.quality.key
 
 
 class _owned:

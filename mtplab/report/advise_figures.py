@@ -14,8 +14,8 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from matplotlib.ticker import MaxNLocator
 
-from mtplab.report.figures import WIDTH, new_figure, style_axes
-from mtplab.report.palette import DASHES, GRID, INK, MARKERS, PAPER, SERIES
+from mtplab.report.figures import WIDTH, line_style, new_figure, style_axes, style_cells
+from mtplab.report.palette import GRID, INK, MARKERS, PAPER, SERIES
 from mtplab.report.picture import Picture
 from mtplab.report.text import plain, plot_label
 from mtplab.study.advice import Advice, Cell
@@ -93,11 +93,10 @@ def _labelled(advice: Advice | Mapping[str, Advice]) -> dict[str, Advice]:
 
 
 def _line(index: int) -> dict[str, Any]:
-    dash = DASHES[index % len(DASHES)]
     return {
         "color": SERIES[index % len(SERIES)],
         "marker": MARKERS[index % len(MARKERS)],
-        "linestyle": "-" if dash is None else (0, dash),
+        "linestyle": line_style(index),
         "linewidth": 1.8,
         "markersize": 6,
         "markeredgecolor": PAPER,
@@ -130,9 +129,9 @@ def _speedups(axes: Axes, found: Mapping[str, Advice]) -> str:
 
 
 def _map(axes: Axes, cells: Sequence[Sequence[Cell]], title: str) -> str:
-    axes.set_title(
-        plot_label(title, 70) or "Best depth (speed-up)", loc="left", fontsize=12, fontweight="bold", color=INK
-    )
+    contexts, batches = [f"{cell.context:,}" for cell in cells[0]], [str(line[0].batch) for line in cells]
+    name = plot_label(title, 70) or "Best depth (speed-up)"
+    style_cells(axes, name, "Context (tokens a sequence)", contexts, "Batch (sequences)", batches)
     deepest = max((cell.depth or 0 for line in cells for cell in line), default=0) or 1
     for y, line in enumerate(cells):
         for x, cell in enumerate(line):
@@ -141,15 +140,6 @@ def _map(axes: Axes, cells: Sequence[Sequence[Cell]], title: str) -> str:
             axes.add_patch(Rectangle((x - 0.5, y - 0.5), 1, 1, facecolor=colour, edgecolor=PAPER, linewidth=2))
             text = "does not fit" if cell.depth is None else f"{cell.depth} ({cell.speedup:.2f}×)"
             axes.text(x, y, text, ha="center", va="center", fontsize=9, color=INK)
-    axes.set_xlim(-0.5, len(cells[0]) - 0.5)
-    axes.set_ylim(len(cells) - 0.5, -0.5)
-    axes.set_xticks(range(len(cells[0])), [f"{cell.context:,}" for cell in cells[0]])
-    axes.set_yticks(range(len(cells)), [str(line[0].batch) for line in cells])
-    axes.set_xlabel("Context (tokens a sequence)", fontsize=11, color=INK)
-    axes.set_ylabel("Batch (sequences)", fontsize=11, color=INK)
-    axes.tick_params(labelsize=10, colors=INK, length=0)
-    for side in axes.spines.values():
-        side.set_visible(False)
     rows = []
     for line in cells:
         each = ", ".join(

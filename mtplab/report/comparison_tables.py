@@ -12,6 +12,7 @@ from mtplab.report.row_sizes import SIZES, Size
 from mtplab.report.table import Table
 from mtplab.report.text import human_bytes, one_line
 from mtplab.study import words
+from mtplab.study.fields import has_length
 from mtplab.study.matching import AXES, Pair
 from mtplab.study.row import ResultRow
 from mtplab.study.soundness import COLUMNS, quality_cells
@@ -190,7 +191,7 @@ def _failed_table(against: Against) -> Table:
     body = []
     for pair in against.failed:
         for name, row in ((against.base.name, pair.base), (against.other.name, pair.other)):
-            if row.error is not None or row.acceptance_length is None:
+            if not has_length(row):
                 why = "no rounds" if row.error is None else one_line(row.error, 160)
                 body.append([*_cells(pair, columns), str(pair.depth), one_line(name, NAME), why])
     return Table("Failed", [*columns, "depth", "in", "error"], body, len(columns) + 3)

@@ -15,7 +15,7 @@ from mtplab.report.finding import finding_html
 from mtplab.report.row_sizes import kv_bytes, weight_bytes
 from mtplab.report.rows import Record, as_records, at_temperature, besides, setting_words
 from mtplab.report.text import human_bytes
-from mtplab.study.fields import fact_of
+from mtplab.study.fields import fact_of, has_length
 from mtplab.study.hint import faint_draft
 from mtplab.study.interval import change_error
 from mtplab.study.soundness import CRITERION, kl_words, sentences
@@ -44,7 +44,7 @@ class Conclusion:
     """
 
     def __init__(self, rows: Any, reference: tuple[str, str] | None = None, other_batch: Any = ()):
-        found = [r for r in as_records(rows) if r.get("error") is None and r.get("acceptance_length") is not None]
+        found = [record for record in as_records(rows) if has_length(record)]
         self.records = at_temperature(found)
         if reference is not None:
             reference = (reference[0], cache_words(resolve_policy(reference[1]).name))

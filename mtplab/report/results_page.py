@@ -23,7 +23,7 @@ from mtplab.report.rows_table import acceptance_table
 from mtplab.report.table import html_table
 from mtplab.report.text import escape, human_bytes, one_line
 from mtplab.study.acceptance_views import FEW_ROUNDS
-from mtplab.study.fields import fact_of
+from mtplab.study.fields import fact_of, has_length
 from mtplab.study.matching import display_order
 from mtplab.study.provenance import collect
 from mtplab.study.row import ResultRow
@@ -55,7 +55,7 @@ def write_results(source: str | Path, output: str | Path | None = None) -> Path:
 def results_page(rows: Sequence[ResultRow], name: str) -> str:
     """The HTML document. No path of this machine is in it, so that it can be published as it is."""
     rows = sorted(rows, key=display_order)
-    good = [row for row in rows if row.error is None and row.acceptance_length is not None]
+    good = [row for row in rows if has_length(row)]
     failed = [row for row in rows if row.error is not None]
     parts = _parts(good)
     page = Page(f"Results: {one_line(name, 60)}")

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from mtplab.errors import ConfigError
-from mtplab.study.fields import fact_of
+from mtplab.study.fields import fact_of, has_length
 from mtplab.study.interval import length_error
 from mtplab.study.soundness import faults
 from mtplab.study.speed import odd_timings
@@ -164,6 +164,6 @@ def group_series(records: list[Record]) -> dict[str, list[Record]]:
     """series -> its rows that have a result, sorted by depth; series in the order they first appear."""
     series: dict[str, list[Record]] = {}
     for record in records:
-        if record.get("error") is None and record.get("acceptance_length") is not None:
+        if has_length(record):
             series.setdefault(record["series"], []).append(record)
     return {name: sorted(found, key=lambda record: record["depth"]) for name, found in series.items()}

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from mtplab.errors import ConfigError
+from mtplab.study.fields import has_length
 
 if TYPE_CHECKING:
     from mtplab.study.acceptance import Acceptance
@@ -110,7 +111,7 @@ class Curve:
 
         Raises ConfigError where no row or more than one setting is left.
         """
-        kept = [row for row in rows if row.error is None and row.acceptance_length is not None]
+        kept = [row for row in rows if has_length(row)]
         kept = [row for row in kept if all(getattr(row, name) == value for name, value in wanted.items())]
         names = (*_SETTING, *_ALSO)
         settings = {tuple(getattr(row, name) for name in names) for row in kept}

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["fact_of", "field_of"]
+__all__ = ["fact_of", "field_of", "has_length"]
 
 
 def field_of(row: Any, name: str) -> Any:
@@ -20,3 +20,8 @@ def fact_of(row: Any, *path: str) -> Any:
     for name in path:
         value = value.get(name) if isinstance(value, Mapping) else None
     return value
+
+
+def has_length(row: Any) -> bool:
+    """Whether the row has an acceptance length: it did not fail, and there were rounds."""
+    return field_of(row, "error") is None and field_of(row, "acceptance_length") is not None

@@ -114,7 +114,7 @@ class PointConfig(BaseModel):
 
     def hash(self) -> str:
         """SHA-256 of the canonical JSON, 64 hex digits."""
-        return digest_of(_without_idle(self.model_dump(mode="json")))
+        return _sha256(self.canonical())
 
     def run_arguments(self) -> dict[str, Any]:
         """Keyword arguments of `generate` beside the model, the prompts and the depth."""
@@ -173,7 +173,11 @@ def canonical_json(value: Any) -> str:
 
 def digest_of(value: Any) -> str:
     """SHA-256 of a value's canonical JSON, 64 hex digits."""
-    return hashlib.sha256(canonical_json(value).encode("ascii")).hexdigest()
+    return _sha256(canonical_json(value))
+
+
+def _sha256(text: str) -> str:
+    return hashlib.sha256(text.encode("ascii")).hexdigest()
 
 
 def plan_digest(modules: Iterable[Any]) -> str:

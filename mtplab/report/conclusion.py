@@ -13,7 +13,7 @@ from typing import Any
 from mtplab.quant.policy import resolve_policy
 from mtplab.report.finding import finding_html
 from mtplab.report.row_sizes import kv_bytes, weight_bytes
-from mtplab.report.rows import Record, as_records, at_temperature, besides, setting_words
+from mtplab.report.rows import Record, as_records, at_temperature, besides, weights_label
 from mtplab.report.text import human_bytes
 from mtplab.study.fields import fact_of, has_length
 from mtplab.study.hint import faint_draft
@@ -235,7 +235,7 @@ def _machine(record: Record) -> str:
 
 
 def _weights(record: Record) -> str:
-    words = setting_words(record)
+    words = weights_label(record)
     whole = {"published": "the published exclusions", "all BF16": "everything in BF16", "all FP8": "everything in FP8"}
     whole["as stored"] = "the weights as stored"
     if "(draft: " in words:

@@ -217,7 +217,7 @@ class _Passes:
         drafted = batch.draft(self.draft, given)
         # the vocabulary head is the target's, and so is what it costs in FP8
         self.recorder.share, self.recorder.owner = 0.0, batch.owner[batch.slots]
-        q = self.target.logits(drafted).float().softmax(-1)
+        q = self.draft.logits(drafted).float().softmax(-1)
         found = []
         for objective in (-(p * q.log()).sum(), torch.minimum(p, q).sum()):
             objective.backward(retain_graph=True)

@@ -1,4 +1,4 @@
-"""What a caller asks of a load, as validated configs, what those ask of a plan, and what a family gives where none does.
+"""What a caller asks of a load, as validated configs, what those ask of a plan, and what a family gives unasked.
 
 Imports no torch: what a load will cost is worked out from the same arguments without it, and sweeps are planned.
 """

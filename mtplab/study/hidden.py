@@ -32,8 +32,8 @@ def compare_hidden(
 ) -> dict[HiddenStages, AcceptanceStats]:
     """Acceptance under all four choices, on the same prompts; `settings` are those of `generate`.
 
-    What the model's family is served with comes first. A higher acceptance length is the better reading of this checkpoint. Raises what
-    `generate` raises.
+    What the model's family is served with comes first. A higher acceptance length is the better reading of this
+    checkpoint. Raises what `generate` raises.
     """
     served = as_served(SpecConfig(), model.checkpoint.config)
     orders = (dict.fromkeys((first, *STAGES)) for first in (served.target_hidden, served.draft_hidden))

@@ -71,12 +71,6 @@ Batches = Annotated[
     list[str] | None, typer.Option(metavar="NUMBERS", help="Sequences at once, commas between.  [default: 1]")
 ]
 CachePolicy = Annotated[str, typer.Option(metavar="NAME", help="KV cache policy.")]
-CheckpointPath = Annotated[
-    Path, typer.Argument(help="The checkpoint's folder, or hf://org/name.", metavar="PATH", parser=path_of)
-]
-DraftCachePolicy = Annotated[
-    str | None, typer.Option(metavar="NAME", help="The draft's; the target's if left out.")
-]
 Calibration = Annotated[
     Path | None,
     typer.Option(
@@ -86,7 +80,13 @@ Calibration = Annotated[
         parser=path_of,
     ),
 ]
+CheckpointPath = Annotated[
+    Path, typer.Argument(help="The checkpoint's folder, or hf://org/name.", metavar="PATH", parser=path_of)
+]
 Device = Annotated[str, typer.Option(metavar="DEVICE", help="cpu, cuda, cuda:1, …")]
+DraftCachePolicy = Annotated[
+    str | None, typer.Option(metavar="NAME", help="The draft's; the target's if left out.")
+]
 Exact = Annotated[bool, typer.Option("--exact/--fast", help="Row-invariant arithmetic, or the fastest there is.")]
 Exclude = Annotated[
     list[str] | None,

@@ -159,15 +159,9 @@ def _document(path: Path, model: Any, given: list[str], generation: Any) -> dict
 
 
 def _acceptance(stats: Any) -> dict[str, Any]:
-    return {
-        "rounds": stats.rounds,
-        "tokens": stats.emitted,
-        "drafted": stats.drafted,
-        "accepted": stats.accepted,
-        "acceptance_length": stats.acceptance_length,
-        "per_position": stats.per_position,
-        "conditional": stats.conditional,
-    }
+    from mtplab.study.row import counts_of
+
+    return {**counts_of(stats), "conditional": stats.conditional}
 
 
 def _print(document: dict[str, Any]) -> None:

@@ -30,11 +30,9 @@ def published_table(compared: Sequence[Compared]) -> str:
     rows = []
     for one in compared:
         point = one.point
-        unit, digits = ("×", 2) if point.depth else (" tokens/s", 0)
         where = (
             f"{point.model}, {point.weights}, {point.tp} × {point.gpu}, batch {point.batch}, context {point.context:,}"
         )
-        numbers = (f"{point.value:.{digits}f}{unit}", f"{one.modelled:.{digits}f}{unit}", f"{one.deviation:+.0%}")
-        rows.append([where, point.depth, *numbers, "explained" if point.why else ""])
+        rows.append([where, point.depth, *one.cells, "explained" if point.why else ""])
     head = ["Where", "Depth", "Published", "Model", "Off by", "Why"]
     return html_table(head, rows, "The model against published measurements", height="28em")

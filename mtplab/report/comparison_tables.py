@@ -11,6 +11,8 @@ from mtplab.report.comparison import Against, Point
 from mtplab.report.row_sizes import SIZES, Size
 from mtplab.report.table import Table
 from mtplab.report.text import human_bytes, one_line
+from mtplab.study import words
+from mtplab.study.fields import has_length
 from mtplab.study.matching import AXES, Pair
 from mtplab.study.row import ResultRow
 from mtplab.study.soundness import COLUMNS, quality_cells
@@ -60,8 +62,7 @@ def pair_words(pair: Pair, axis: str) -> str:
 
 def signed(value: float, digits: int = 2) -> str:
     """With its sign, and no sign before nothing."""
-    text = f"{value:+.{digits}f}"
-    return text.replace("-", "−") if float(text) else f"{0:.{digits}f}"
+    return words.signed(value, digits) if round(value, digits) else f"{0:.{digits}f}"
 
 
 def _lengths(against: Against) -> Table:
@@ -190,7 +191,7 @@ def _failed_table(against: Against) -> Table:
     body = []
     for pair in against.failed:
         for name, row in ((against.base.name, pair.base), (against.other.name, pair.other)):
-            if row.error is not None or row.acceptance_length is None:
+            if not has_length(row):
                 why = "no rounds" if row.error is None else one_line(row.error, 160)
                 body.append([*_cells(pair, columns), str(pair.depth), one_line(name, NAME), why])
     return Table("Failed", [*columns, "depth", "in", "error"], body, len(columns) + 3)
@@ -264,5 +265,6 @@ def with_error(point: Point) -> str:
     return f"{signed(point.difference)} ± {point.change.error:.2f}" if point.compared else "none"
 
 
-def listed(words: Sequence[str]) -> str:
-    return " and ".join([", ".join(words[:-1]), words[-1]]) if len(words) > 1 else "".join(words)
+def listed(names: Sequence[str]) -> str:
+    """`a, b and c`."""
+    return " and ".join([", ".join(names[:-1]), names[-1]]) if len(names) > 1 else "".join(names)

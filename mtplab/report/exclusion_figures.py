@@ -62,12 +62,12 @@ def _bar(axes: Axes, at: int, change: Any, scale: float, colour: str) -> None:
 
 def _bars_alt(found: Any) -> str:
     worst = max(found.rows, key=lambda row: row.kl.value)
-    shown = [row for row in found.rows if not row.length.within_chance]
-    lengths = ", ".join(f"{plain(row.group.name)} {row.length.value:+.2f}" for row in shown[:4])
+    changed = [row for row in found.rows if not row.length.within_chance]
+    lengths = ", ".join(f"{plain(row.group.name)} {row.length.value:+.2f}" for row in changed[:4])
     return (
         f"Bar chart of {len(found.rows)} groups of modules, each alone in FP8. Highest KL: {plain(worst.group.name)}, "
         f"{worst.kl.value * 1e3:.3g} millinats per token. Acceptance length changes beyond chance with "
-        f"{len(shown)} of them{': ' + lengths if shown else ''}."
+        f"{len(changed)} of them{': ' + lengths if changed else ''}."
     )
 
 

@@ -22,11 +22,14 @@ from mtplab.report.rows import Record, as_records
 from mtplab.report.rows_table import acceptance_table
 from mtplab.report.table import html_table
 from mtplab.report.text import escape, human_bytes, one_line
+from mtplab.study.acceptance_views import FEW_ROUNDS
+from mtplab.study.fields import fact_of, has_length
 from mtplab.study.matching import display_order
 from mtplab.study.provenance import collect
 from mtplab.study.row import ResultRow
 from mtplab.study.rowfile import rows_of_source
 from mtplab.study.speed import costs
+from mtplab.study.words import prompts_words
 
 __all__ = ["results_page", "write_results"]
 
@@ -52,7 +55,7 @@ def write_results(source: str | Path, output: str | Path | None = None) -> Path:
 def results_page(rows: Sequence[ResultRow], name: str) -> str:
     """The HTML document. No path of this machine is in it, so that it can be published as it is."""
     rows = sorted(rows, key=display_order)
-    good = [row for row in rows if row.error is None and row.acceptance_length is not None]
+    good = [row for row in rows if has_length(row)]
     failed = [row for row in rows if row.error is not None]
     parts = _parts(good)
     page = Page(f"Results: {one_line(name, 60)}")
@@ -100,14 +103,13 @@ def _parts(rows: Iterable[ResultRow]) -> dict[str, list[ResultRow]]:
     for row in rows:
         # one name for two contents: the checkpoint changed between two sweeps
         which = f" ({_content(row)[:17]})" if len(contents[row.checkpoint]) > 1 else ""
-        prompts = f"{row.n_prompts} prompt{'s' * (row.n_prompts != 1)} × {row.max_new_tokens} tokens"
-        words = f"{one_line(row.checkpoint, 60)}{which} · {one_line(row.prompt_set, 60)} · {prompts}"
+        words = f"{one_line(row.checkpoint, 60)}{which} · {one_line(row.prompt_set, 60)} · {prompts_words(row)}"
         found.setdefault(words, []).append(row)
     return found
 
 
 def _content(row: ResultRow) -> str:
-    return str((row.provenance.get("config") or {}).get("checkpoint") or "unknown")
+    return str(fact_of(row, "config", "checkpoint") or "unknown")
 
 
 def _part(page: Page, rows: list[ResultRow], level: str) -> None:
@@ -129,7 +131,7 @@ def _part(page: Page, rows: list[ResultRow], level: str) -> None:
     if any(row.depth for row in first):
         page.text(
             f"{level} Acceptance by draft position\n\nOnly rounds that got so far count on the right; their number "
-            "stands below each position, and hollow points are over fewer than 50."
+            f"stands below each position, and hollow points are over fewer than {FEW_ROUNDS}."
         )
         page.show(acceptance_by_position(first, temperature=temperatures[0]))
     records = as_records(rows)

@@ -14,6 +14,7 @@ from typing import Any, Literal
 from mtplab.checkpoint.config_json import stored_dtype, text_config
 from mtplab.config import MAX_DEPTH, EngineConfig, SamplingConfig, SpecConfig
 from mtplab.errors import CheckpointError, ConfigError, not_text, printable
+from mtplab.models.asked import as_served
 from mtplab.models.cache_fit import check_cache
 from mtplab.models.config import parse_config
 from mtplab.quant.policy import resolve_policy
@@ -128,7 +129,8 @@ def build_units(
     asked = [*policies, *(draft_policies or [])]
     texts = calibration_ids(asked, lambda text: (encode or tokenizer_encoder(folder))(text), calibration)
     temperatures = _distinct(_temperature(t) for t in axis("temperature", temperature))
-    engine, spec, sampling = settings.engine, settings.spec, settings.sampling
+    engine, sampling = settings.engine, settings.sampling
+    spec = as_served(settings.spec, checkpoint.config)
     judge = _judge(checkpoint, identity, engine, reference) if quality else None
     device = engine.device.split(":")[0]
     units = []
@@ -289,13 +291,11 @@ def exclusion_remark(checkpoint: Any, plan: Any, *exclusions: Any) -> str | None
     if not asked or checkpoint.quantization is None:
         return None
     kept = sum(m.multiplies and m.weight == "fp8" and m.activation == "none" for m in plan.modules)
+    if not kept:
+        return None
     return (
-        (
-            f"the checkpoint is stored in FP8: {kept} excluded linear modules keep their FP8 weights and only lose "
-            "activation rounding; start from the BF16 checkpoint to see what FP8 costs them"
-        )
-        if kept
-        else None
+        f"the checkpoint is stored in FP8: {kept} excluded linear modules keep their FP8 weights and only lose "
+        "activation rounding; start from the BF16 checkpoint to see what FP8 costs them"
     )
 
 

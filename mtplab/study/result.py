@@ -18,7 +18,7 @@ from mtplab.study.interval import length_error
 from mtplab.study.number_table import Cell, number_lines, number_table
 from mtplab.study.row import ResultRow
 from mtplab.study.soundness import COLUMNS, quality_notes, quality_numbers
-from mtplab.study.words import cache_words, follows, weights_words
+from mtplab.study.words import cache_words, follows, prompts_words, weights_words
 
 if TYPE_CHECKING:
     from mtplab.study.trace import Trace
@@ -206,10 +206,7 @@ class SweepResult:
         ]
         errors = list(dict.fromkeys(errors))  # two labels can share a point, and its failure
         checkpoints = dict.fromkeys(row.checkpoint for row in self.rows if "checkpoint" not in names)
-        tokens = dict.fromkeys(
-            f"{row.n_prompts} prompt{'s' if row.n_prompts > 1 else ''} × {row.max_new_tokens} tokens"
-            for row in self.rows
-        )
+        tokens = dict.fromkeys(map(prompts_words, self.rows))
         common = " · ".join([*checkpoints, *shared, *tokens]) or "no rows"
         judges: list[Cell] = [*([_BYTES] if sized else []), *([] if judged is None else COLUMNS)]
         return _Table(common, [*names, *judges, *(f"d={depth}" for depth in depths)], lines, len(names), errors)

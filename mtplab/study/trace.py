@@ -5,7 +5,6 @@ Keeps, saves and reads back; `decode/tracing.py` and `decode/chains.py` produce,
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import threading
@@ -73,7 +72,9 @@ class Trace:
     @property
     def output_hash(self) -> str:
         """SHA-256 of the outputs' ids, as a result row has it."""
-        return hashlib.sha256(json.dumps(self.outputs, separators=(",", ":")).encode()).hexdigest()
+        from mtplab.study.point import digest_of
+
+        return digest_of(self.outputs)
 
     @property
     def nbytes(self) -> int:
@@ -241,8 +242,8 @@ def trace(
     quant_policy: str | int | QuantPolicy | None = None,
     draft_quant_policy: str | int | QuantPolicy | None = None,
     draft_sampling: str = "greedy",
-    target_hidden: str = "post_norm",
-    draft_hidden: str = "post_norm",
+    target_hidden: str | None = None,
+    draft_hidden: str | None = None,
     exact: bool | None = None,
     ignore_eos: bool = False,
     max_batch: int = 64,

@@ -132,7 +132,7 @@ def compare(
     float32: bool,
     carries: bool,
     leads: list[list[float]] | None = None,
-    stages: tuple[str, str] = ("post_norm", "post_norm"),
+    stages: tuple[str | None, str | None] = (None, None),
 ) -> Compared:
     """`found`: depth → texts [p][n] of an engine and tokens emitted by each of its rounds [p][r]; no rounds at depth 0.
 
@@ -207,7 +207,7 @@ class _Look:
         texts: list[list[int]],
         depth: int,
         carries: bool,
-        stages: tuple[str, str],
+        stages: tuple[str | None, str | None],
     ) -> None:
         self.texts = texts
         self.plain: Forced = force(model, prompts, texts, depth, stages=stages)

@@ -51,10 +51,10 @@ def force(
     texts: list[list[int]],
     depth: int,
     carried: bool = False,
-    stages: tuple[str, str] = ("post_norm", "post_norm"),
+    stages: tuple[str | None, str | None] = (None, None),
 ) -> Forced:
     """Read texts of equal length n > 1 after prompts, exactly, in the model's dtype. `stages`: target_hidden and
-    draft_hidden of the engine, as `generate` has them.
+    draft_hidden of the engine, as `generate` has them; None: the family's.
 
     `carried`: the head's cache begins with one more slot, as llama.cpp's does: the prompt's first token, with the
     hidden state that the prompt before it ended in (zeros for the first).
@@ -80,7 +80,9 @@ def force(
     return Forced(Leads(lead, size), rivals, table.hits.reshape(shape), draft)
 
 
-def _settings(model: Model, prompts: list[list[int]], depth: int, tokens: int, stages: tuple[str, str]) -> RunSettings:
+def _settings(
+    model: Model, prompts: list[list[int]], depth: int, tokens: int, stages: tuple[str | None, str | None]
+) -> RunSettings:
     plain = {"temperature": 0.0, "seed": 0, "max_new_tokens": tokens, "top_k": 0, "top_p": 1.0, "quant_policy": "none"}
     rest = {"draft_quant_policy": None, "draft_sampling": "greedy", "target_hidden": stages[0]}
     last = {"draft_hidden": stages[1], "exact": True, "compile": False, "ignore_eos": True, "threads": None}
@@ -130,7 +132,7 @@ class _Measured(_Chains):
 
     def _judge_band(self, at: np.ndarray, normed: Tensor, step: int) -> None:
         batch = self.batch
-        logits = batch.model.target.logits(pad_rows(normed, row_count(len(normed), batch.exact)))[: len(normed)]
+        logits = batch.model.draft.logits(pad_rows(normed, row_count(len(normed), batch.exact)))[: len(normed)]
         rows = torch.from_numpy(self.rows[at]).to(logits.device)
         ids = batch.output[rows, torch.from_numpy(self.slots[at] + step).to(logits.device)]
         lead, size, _ = leads(logits, ids)

@@ -49,6 +49,8 @@ _WHERE = {
     "roofline": "gemm_figures",
     "RoundsView": "rounds",
     "Conclusion": "conclusion",
+    "Finding": "findings",
+    "Findings": "findings",
     "acceptance_table": "tables",
     "plan_summary": "tables",
     "size_against": "tables",

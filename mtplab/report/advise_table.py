@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from mtplab.report.tables import html_table
 from mtplab.study.advice import Advice
+from mtplab.study.numbers import percent
 from mtplab.study.published import Compared
 
 __all__ = ["advice_table", "published_table"]
@@ -34,7 +35,8 @@ def published_table(compared: Sequence[Compared]) -> str:
         where = (
             f"{point.model}, {point.weights}, {point.tp} × {point.gpu}, batch {point.batch}, context {point.context:,}"
         )
-        numbers = (f"{point.value:.{digits}f}{unit}", f"{one.modelled:.{digits}f}{unit}", f"{one.deviation:+.0%}")
-        rows.append([where, point.depth, *numbers, "explained" if point.why else ""])
+        numbers = (f"{point.value:.{digits}f}{unit}", f"{one.modelled:.{digits}f}{unit}")
+        off = percent(one.deviation, sign=True)
+        rows.append([where, point.depth, *numbers, off, "explained" if point.why else ""])
     head = ["Where", "Depth", "Published", "Model", "Off by", "Why"]
     return html_table(head, rows, "The model against published measurements", height="28em")

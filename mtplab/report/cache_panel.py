@@ -16,6 +16,7 @@ from mtplab.report.cache_figures import MEASURES, cache_pictures
 from mtplab.report.panels import Panel, Progress
 from mtplab.report.text import escape
 from mtplab.study.cache_study import CacheStudy, context_edges
+from mtplab.study.numbers import NATS, rounded
 from mtplab.study.words import cache_words
 
 __all__ = ["CachePanel"]
@@ -83,11 +84,11 @@ class CachePanel(Panel):
             f"<tr><td>{escape(cache_words(line.policy, line.draft_policy))}</td>"
             f'<td style="text-align:right">{line.nbytes:,} + {line.draft_nbytes:,}</td>'
             f'<td style="text-align:right">{line.acceptance.length(depth) or 0:.2f}</td>'
-            f'<td style="text-align:right">{line.quality.mean_kl:.2g}</td></tr>'
+            f'<td style="text-align:right">{rounded(line.quality.mean_kl or 0.0)[0]}</td></tr>'
             for line in lines
         )
         self.table.value = (
             "<table><thead><tr><th>KV cache</th><th>bytes a token, target + draft</th>"
-            f"<th>tokens a round, depth {depth}</th><th>KL (nats a token)</th></tr></thead><tbody>{cells}</tbody>"
+            f"<th>tokens a round, depth {depth}</th><th>KL ({NATS})</th></tr></thead><tbody>{cells}</tbody>"
             "</table>"
         )

@@ -14,8 +14,8 @@ from mtplab.report.comparison_figure import differences_by_depth
 from mtplab.report.comparison_tables import tables
 from mtplab.report.comparison_words import sentences
 from mtplab.report.explorer import SweepExplorer
+from mtplab.report.findings import Findings
 from mtplab.report.page import Page, page_path, save_page
-from mtplab.report.palette import GREEN
 from mtplab.report.row_facts import row_facts
 from mtplab.report.table import one_line
 from mtplab.report.tables import html_table
@@ -51,8 +51,7 @@ def comparison_page(comparison: Comparison) -> str:
 def _part(page: Page, against: Against, number: int) -> None:
     heading = f"{one_line(against.other.name, NAME)} against {one_line(against.base.name, NAME)}"
     page.html(f'<h2 id="against-{number}">{escape(heading)}</h2>')
-    said = "<br>".join(escape(sentence) for sentence in sentences(against))
-    page.html(f'<p class="finding" style="border-left:4px solid {GREEN};padding:8px 16px;max-width:50em">{said}</p>')
+    page.show(Findings(sentences(against)))
     if any(point.pair.depth for point in against.points):
         page.show(differences_by_depth(against))
         page.text(

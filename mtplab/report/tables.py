@@ -12,11 +12,12 @@ from mtplab.report.rows import as_records, group_series
 from mtplab.report.text import escape, human_bytes, part_words
 from mtplab.study.soundness import COLUMNS, quality_cells, quality_notes
 
-__all__ = ["acceptance_table", "html_table", "plan_summary", "plan_table", "size_against"]
+__all__ = ["acceptance_table", "below", "html_table", "plan_summary", "plan_table", "size_against"]
 
 
 def html_table(
-    head: Sequence[Any], body: Iterable[Sequence[Any]], caption: str = "", left: int = 1, height: str = "none"
+    head: Sequence[Any], body: Iterable[Sequence[Any]], caption: str = "", left: int = 1, height: str = "none",
+    stacked: bool = False,
 ) -> str:
     """A table in a box that scrolls sideways on a narrow page; the first `left` columns are text.
 
@@ -24,6 +25,7 @@ def html_table(
         head: column titles.
         body: rows of cells, as many as titles; anything is turned into escaped text.
         height: CSS height past which the box scrolls.
+        stacked: intervals and ratios stand below their numbers, so that many columns fit a page.
     """
 
     def line(cells: Sequence[Any], tag: str) -> str:
@@ -31,8 +33,11 @@ def html_table(
         # styles stand in the cell, since a widget and an exported page bring different sheets
         sides = ["text-align:left" if at < left else "text-align:right;white-space:nowrap" for at in range(len(cells))]
         styles = [f"{side};padding:3px 14px 3px 4px;line-height:1.4" for side in sides]
+        texts = [escape(cell) for cell in cells]
+        if stacked and tag == "td":
+            texts[left:] = map(below, texts[left:])
         return "".join(
-            f'<{tag}{scope} style="{style}">{escape(cell)}</{tag}>' for cell, style in zip(cells, styles, strict=True)
+            f'<{tag}{scope} style="{style}">{text}</{tag}>' for text, style in zip(texts, styles, strict=True)
         )
 
     lines = "".join(f"<tr>{line(row, 'td')}</tr>" for row in body)
@@ -45,6 +50,13 @@ def html_table(
         f'aria-label="{escape(caption or "table")}"><table>{title}'
         f"<thead><tr>{line(head, 'th')}</tr></thead><tbody>{lines}</tbody></table></div>"
     )
+
+
+def below(cell: str) -> str:
+    """A number's interval or ratio on a line of its own, in a cell that is escaped already."""
+    for sign in ("±", "×"):
+        cell = cell.replace(f" {sign} ", f" {sign}").replace(f" {sign}", f"<br>{sign}")
+    return cell
 
 
 def acceptance_table(rows: Any, caption: str = "Acceptance length (tokens per round) by draft depth") -> str:
@@ -75,7 +87,7 @@ def acceptance_table(rows: Any, caption: str = "Acceptance length (tokens per ro
     if len(failed) > 5:
         notes += f"<p>… and {len(failed) - 5} more failed rows.</p>"
     told = "".join(f"<p>{escape(note)}</p>" for note in quality_notes(records))
-    return html_table(head, lines, caption, left=2) + told + notes
+    return html_table(head, lines, caption, left=2, stacked=True) + told + notes
 
 
 def _length(record: Any) -> str:

@@ -15,6 +15,7 @@ from mtplab.study.curve import Curve
 from mtplab.study.gpus import gpu
 from mtplab.study.model_sizes import weights
 from mtplab.study.models_catalogue import model
+from mtplab.study.numbers import percent
 
 __all__ = ["ACCEPTANCE", "POINTS", "TOLERANCE", "Compared", "Point", "compare", "markdown"]
 
@@ -83,7 +84,8 @@ def markdown(compared: Sequence[Compared]) -> str:
         given = f"{p.length:.2f}{'*' if p.length_from else ''}" if p.depth else ""
         rows.append(
             f"| {p.model}, {p.weights} | {p.tp} × {p.gpu} | {p.batch}, {p.context} | {p.depth} | {given} | "
-            f"{p.value:.{digits}f}{unit} | {c.modelled:.{digits}f}{unit} | {c.deviation:+.0%} | {' '.join(notes)} |"
+            f"{p.value:.{digits}f}{unit} | {c.modelled:.{digits}f}{unit} | "
+            f"{percent(c.deviation, sign=True)} | {' '.join(notes)} |"
         )
     lent = list(dict.fromkeys(c.point.length_from for c in compared if c.point.length_from))
     text = [*rows, ""]

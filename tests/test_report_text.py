@@ -153,7 +153,7 @@ def test_conclusion_of_traces_speaks_of_no_time():
 def test_conclusion_weighs_another_batch_with_the_same_acceptance():
     study = timed(rows(depths=range(5), excludes=("published",)))
     alone = [r.model_copy(update={"n_prompts": 1}) for r in timed(rows(depths=range(5), excludes=("published",)), 0.1)]
-    said = repr(Conclusion(study, other_batch=alone))
+    said = repr(Conclusion(study, timed=alone))
     assert "at batch 4, a round at depth 4 takes 4.6 times" in said
     assert "at batch 1, a round at depth 4 takes 1.4 times" in said
     assert said.count(f"it gives {row(depth=4).acceptance_length:.2f}") == 2

@@ -19,7 +19,7 @@ from mtplab.study.hint import faint_draft
 from mtplab.study.interval import change_error
 from mtplab.study.numbers import NATS
 from mtplab.study.soundness import CRITERION, kl_words, sentences
-from mtplab.study.speed import BATCH, ODD, costs
+from mtplab.study.speed import ODD, batch_of, by_batch, costs
 from mtplab.study.words import cache_words
 
 __all__ = ["PAYS", "Conclusion"]
@@ -39,11 +39,11 @@ class Conclusion(Findings):
         rows: rows of a sweep, or dicts with the same fields.
         reference: exclusion label and cache policy that the others are compared with, of the first row that has them;
             the first row's when None.
-        other_batch: rows whose seconds say what a round costs at another batch; their acceptance is not looked at, for
-            it needs more prompts than a small batch has.
+        timed: rows that were timed by themselves, at one batch or several. Their seconds say what a round costs there;
+            their acceptance is not looked at, for it needs more prompts than a small batch has.
     """
 
-    def __init__(self, rows: Any, reference: tuple[str, str] | None = None, other_batch: Any = ()):
+    def __init__(self, rows: Any, reference: tuple[str, str] | None = None, timed: Any = ()):
         found = [r for r in as_records(rows) if r.get("error") is None and r.get("acceptance_length") is not None]
         self.records = at_temperature(found)
         if reference is not None:
@@ -51,11 +51,10 @@ class Conclusion(Findings):
         first = next((r for r in self.records if reference in (None, _setting(r))), None)
         self.reference = reference if first is None else _setting(first)
         self._alike = [] if first is None else [r for r in self.records if besides(r) == besides(first)]
-        self._other_batch = at_temperature(as_records(other_batch))
         self._compared: list[bool] = []  # of each comparison, whether chance explains it
         # what a round takes against what it gives, and the depths that are fastest, on this machine at each batch
         judged = (*self._broken(), self._others_left_out(), self._faint(), self._length(), self._quality())
-        times = (self._time_of(self._alike), self._time_of(self._other_batch))
+        times = map(self._time_of, (self._alike, *by_batch(at_temperature(as_records(timed)))))
         super().__init__((*judged, *times, self._odd(), self._cache(), self._exclusions(), self._chance()), _NOTHING)
 
     def _line(self, exclude: str, policy: str) -> dict[int, Record]:
@@ -130,7 +129,7 @@ class Conclusion(Findings):
             f"one at depth 0 ({f'median of {settings} settings' if settings > 1 else 'one setting'}): to break even it "
             f"would have to give as many tokens, and it gives {line[deepest]['acceptance_length']:.2f}. Speed "
             f"against plain decoding{rate}: {by_depth}. {pays}",
-            f"Time at batch {_batch(timed[0])}",
+            f"Time at batch {batch_of(timed[0])}",
         )
 
     def _odd(self) -> Finding | None:
@@ -243,11 +242,7 @@ def _machine(record: Record) -> str:
     threads = facts.get("threads")
     device = facts.get("device") or "this device"
     with_threads = f" with {threads} thread{'s' if threads > 1 else ''}" if threads else ""
-    return f"{device}{with_threads} at batch {_batch(record)}"
-
-
-def _batch(record: Record) -> int:
-    return min(BATCH, record["n_prompts"])
+    return f"{device}{with_threads} at batch {batch_of(record)}"
 
 
 def _weights(record: Record) -> str:

@@ -5,13 +5,12 @@ Turns options into one `Setting` and `Curve` and prints what `mtplab.study.advic
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from mtplab.cli_common import names, numbers, path_of, print_json, say, share
+from mtplab.cli_common import AsJson, Batches, names, numbers, path_of, print_json, say, share, whole_numbers
 from mtplab.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -46,9 +45,7 @@ def advise(
     quant_policy: Annotated[
         str, typer.Option(metavar="NAME", help="KV cache policy: none, int8, int4, fp8, fp8_e5m2.")
     ] = "none",
-    batch: Annotated[
-        list[str] | None, typer.Option(metavar="NUMBERS", help="Sequences at once, commas between.  [default: 1]")
-    ] = None,
+    batch: Batches = None,
     context: Annotated[
         list[str] | None,
         typer.Option(metavar="NUMBERS", help="Tokens a sequence holds, commas between.  [default: 2048]"),
@@ -87,7 +84,7 @@ def advise(
         ),
     ] = None,
     check: Annotated[bool, typer.Option("--check", help="Only hold the model against published measurements.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Say what draft depth pays on a GPU: tokens a second and speed-up by depth, the best depth, and what binds.
 
@@ -109,7 +106,8 @@ def advise(
 
     curve = _curve(acceptance, conditional, lengths, results, max_depth, quant_policy, exclude, temperature)
     setting = _setting(model, checkpoint, gpu, tp, weights, quant_policy, measured)
-    batches, contexts = _whole("--batch", batch or ["1"]), _whole("--context", context or ["2048"])
+    batches = whole_numbers("--batch", batch or ["1"], "1,8,32")
+    contexts = whole_numbers("--context", context or ["2048"], "2048,8192")
     found = [work_out(setting, curve, b, c) for c in contexts for b in batches]
     rows, columns = sorted({*batches, *_BATCHES}), sorted({*contexts, *_CONTEXTS})
     cells = best_map(setting, curve, rows, columns)
@@ -198,14 +196,6 @@ def _setting(
         sizes = sizes_of(opened)
         kept = weights_of(opened, sizes, weights)
     return Setting(sizes, kept, card, tp, policy, constants=constants, measured=how)
-
-
-def _whole(option: str, values: Sequence[str]) -> list[int]:
-    found = names(option, values)
-    wrong = [part for part in found if not part.isascii() or not part.isdecimal() or len(part) > 9]
-    if wrong:
-        raise ConfigError(f"{option} {wrong[0]!r:.60}: expected whole numbers such as 1,8,32")
-    return [int(part) for part in found]
 
 
 def _table(one: Advice) -> str:

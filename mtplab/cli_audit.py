@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -10,7 +11,7 @@ import typer
 from mtplab.checkpoint import Checkpoint, open_checkpoint
 from mtplab.checkpoint.audit import SEVERITIES, Audit
 from mtplab.checkpoint.audit.text import as_text
-from mtplab.cli_common import CheckpointPath, emit, path_of, print_json, step_bar
+from mtplab.cli_common import AsJson, CheckpointPath, emit, move_bar, path_of, print_json, step_bar
 
 __all__ = ["audit"]
 
@@ -31,7 +32,7 @@ def audit(
     modules: Annotated[
         bool, typer.Option("--modules", help="A line for every module, and the rule that decided.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")] = False,
+    as_json: AsJson = False,
     source: Annotated[
         Path | None,
         typer.Option(metavar="PATH", parser=path_of, help="The checkpoint this one was made from: find what was lost."),
@@ -67,10 +68,5 @@ def audit(
 
 
 def _deep(ckpt: Checkpoint, origin: Checkpoint | None) -> Audit:
-    with step_bar(None, "reading", unit="B") as bar:
-
-        def progress(done: int, total: int) -> None:
-            bar.total = total
-            bar.update(done - bar.n)
-
-        return ckpt.audit(deep=True, progress=progress, source=origin)
+    with step_bar("reading", unit="B") as bar:
+        return ckpt.audit(deep=True, progress=partial(move_bar, bar), source=origin)

@@ -22,18 +22,27 @@ from mtplab.errors import ConfigError, MtplabError
 from mtplab.report.text import plain
 
 __all__ = [
+    "AsJson",
+    "Batches",
+    "CachePolicy",
     "Calibration",
     "CheckpointPath",
     "Device",
+    "DraftCachePolicy",
     "Exact",
+    "Exclude",
     "MaxNewTokens",
+    "ModelFormat",
+    "Prompts",
     "ReaderGone",
+    "Results",
     "TopK",
     "TopP",
     "depth_list",
     "drop_output",
     "emit",
     "exclusion",
+    "move_bar",
     "names",
     "note",
     "numbers",
@@ -44,6 +53,7 @@ __all__ = [
     "spinner",
     "step_bar",
     "warnings_as_notes",
+    "whole_numbers",
 ]
 
 # characters on stderr: of a path or a value, and of a whole message
@@ -59,9 +69,11 @@ def path_of(text: str) -> Path:
 
 
 # options that mean the same in every command that has them
-CheckpointPath = Annotated[
-    Path, typer.Argument(help="The checkpoint's folder, or hf://org/name.", metavar="PATH", parser=path_of)
+AsJson = Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")]
+Batches = Annotated[
+    list[str] | None, typer.Option(metavar="NUMBERS", help="Sequences at once, commas between.  [default: 1]")
 ]
+CachePolicy = Annotated[str, typer.Option(metavar="NAME", help="KV cache policy.")]
 Calibration = Annotated[
     Path | None,
     typer.Option(
@@ -71,9 +83,43 @@ Calibration = Annotated[
         parser=path_of,
     ),
 ]
+CheckpointPath = Annotated[
+    Path, typer.Argument(help="The checkpoint's folder, or hf://org/name.", metavar="PATH", parser=path_of)
+]
 Device = Annotated[str, typer.Option(metavar="DEVICE", help="cpu, cuda, cuda:1, …")]
+DraftCachePolicy = Annotated[
+    str | None, typer.Option(metavar="NAME", help="The draft's; the target's if left out.")
+]
 Exact = Annotated[bool, typer.Option("--exact/--fast", help="Row-invariant arithmetic, or the fastest there is.")]
+Exclude = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="GLOBS",
+        help="Modules kept out of FP8: published, none, or globs ('mtp.*'); repeat or use commas. A BF16 checkpoint is "
+        "then quantised to FP8 as it is loaded.",
+    ),
+]
 MaxNewTokens = Annotated[int, typer.Option(metavar="N", help="Tokens per prompt at most.")]
+ModelFormat = Annotated[
+    str | None,
+    typer.Option(metavar="FORMAT", help="fp8 quantises a BF16 checkpoint as it is loaded, draft head included."),
+]
+Prompts = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE",
+        help="A .jsonl or .txt file, or a folder of .jsonl files; the bundled ones if left out.",
+        parser=path_of,
+    ),
+]
+Results = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FOLDER",
+        help="Where results are kept and read back from.  [default: results/<checkpoint>]",
+        parser=path_of,
+    ),
+]
 TopK = Annotated[int, typer.Option(metavar="K", help="Keep the k likeliest tokens; 0 keeps all.")]
 TopP = Annotated[float, typer.Option(metavar="P", help="Keep the likeliest tokens up to this probability.")]
 
@@ -177,21 +223,44 @@ def share(option: str, text: str) -> float:
     return float(plain_text[:-1]) / 100 if plain_text.endswith("%") else float(plain_text)
 
 
+def whole_numbers(
+    option: str, values: Sequence[str], such_as: str, within: tuple[int, int] | None = None
+) -> list[int]:
+    """Likewise, as whole numbers, from the first to the second of `within`; None leaves it to others which make sense.
+    Raises `ConfigError`."""
+    low, high = within or (0, 10**9 - 1)
+    span = f" from {low} to {high}," if within else ""
+    found = []
+    for part in names(option, values):
+        number = int(part[:10]) if part.isascii() and part.isdecimal() else -1
+        if not low <= number <= high:
+            raise ConfigError(f"{option} {part!r:.60}: expected whole numbers{span} such as {such_as}")
+        found.append(number)
+    return found
+
+
 def exclusion(option: str, *texts: str) -> str | list[str] | None:
-    """One exclusion set: `as-stored`, `published`, `none`, or globs with commas between. Raises `ConfigError`."""
+    """One exclusion set: `as-stored` (or nothing given), `published`, `none`, or globs with commas between. Raises
+    `ConfigError`."""
     globs = names(option, texts)
-    if globs in (["as-stored"], ["stored"]):
+    if globs in ([], ["as-stored"], ["stored"]):
         return None
     return globs[0] if globs in (["published"], ["none"]) else globs
 
 
 @contextmanager
-def step_bar(total: float | None, what: str, unit: str = "tok") -> Iterator[Any]:
-    """A tqdm bar on stderr for one step; nothing when stderr is no terminal."""
+def step_bar(what: str, unit: str = "tok") -> Iterator[Any]:
+    """A tqdm bar on stderr for one step, which `move_bar` moves; nothing when stderr is no terminal."""
     from tqdm import tqdm
 
-    with tqdm(total=total, desc=plain(what), unit=unit, leave=False, file=sys.stderr, disable=None) as bar:
+    with tqdm(desc=plain(what), unit=unit, leave=False, file=sys.stderr, disable=None) as bar:
         yield bar
+
+
+def move_bar(bar: Any, done: int, total: int | None) -> None:
+    """Moves a bar to what is done of how much; it never goes back."""
+    bar.total = total
+    bar.update(max(0, done - bar.n))
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from mtplab.cli_common import names, note, path_of, print_json, say
+from mtplab.cli_common import AsJson, names, note, path_of, print_json, say
 from mtplab.errors import ConfigError
 
 __all__ = ["compare"]
@@ -48,7 +48,7 @@ def compare(
         Path | None, typer.Option("-o", "--output", metavar="FILE", help="Write one HTML file.", parser=path_of)
     ] = None,
     markdown: Annotated[bool, typer.Option("--markdown", help="Markdown on stdout, for a page of CI.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")] = False,
+    as_json: AsJson = False,
 ) -> int:
     """Put result files side by side: acceptance, quality, bytes and speed, and which differences are beyond chance.
 

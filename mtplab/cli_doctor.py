@@ -12,7 +12,18 @@ from typing import Annotated, Any
 
 import typer
 
-from mtplab.cli_common import Device, exclusion, path_of, print_json, say
+from mtplab.cli_common import (
+    AsJson,
+    CachePolicy,
+    Device,
+    DraftCachePolicy,
+    Exclude,
+    ModelFormat,
+    exclusion,
+    path_of,
+    print_json,
+    say,
+)
 from mtplab.errors import ConfigError
 
 __all__ = ["OPERATIONS", "doctor", "examine"]
@@ -43,21 +54,15 @@ def doctor(
     batch: Annotated[int, typer.Option(metavar="N", help="Sequences decoded together.")] = 1,
     context: Annotated[int, typer.Option(metavar="N", help="Tokens of each, prompt and text.")] = 4096,
     depth: Annotated[int, typer.Option(metavar="N", help="Draft tokens per round.")] = 3,
-    quant_policy: Annotated[str, typer.Option(metavar="NAME", help="KV cache policy.")] = "none",
-    draft_quant_policy: Annotated[
-        str | None, typer.Option(metavar="NAME", help="The draft's; the target's if left out.")
-    ] = None,
-    exclude: Annotated[
-        list[str] | None, typer.Option(metavar="GLOBS", help="Modules kept out of FP8, as `generate` takes them.")
-    ] = None,
-    model_format: Annotated[
-        str | None, typer.Option(metavar="FORMAT", help="fp8: a BF16 checkpoint quantised as it is loaded.")
-    ] = None,
+    quant_policy: CachePolicy = "none",
+    draft_quant_policy: DraftCachePolicy = None,
+    exclude: Exclude = None,
+    model_format: ModelFormat = None,
     dtype: Annotated[
         str | None, typer.Option(metavar="DTYPE", help="Computed in: float32, bfloat16 or float16.")
     ] = None,
     device: Device = "cpu",
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Say what runs here: versions, devices, and for each operation whether a Triton kernel or torch does it, and why.
 
@@ -77,7 +82,7 @@ def doctor(
         from mtplab.models.memory import memory
         from mtplab.study.grid import weight_format
 
-        kept = exclusion("--exclude", *exclude) if exclude else None
+        kept = exclusion("--exclude", *(exclude or ()))
         if kept is not None:
             model_format = weight_format(open_checkpoint(path), model_format, kept)
         needs = memory(
@@ -114,7 +119,7 @@ def examine() -> dict[str, Any]:
     import torch
 
     from mtplab.kernels.launch import VARIABLE, chosen, reason
-    from mtplab.study.provenance import version
+    from mtplab.study.provenance import PACKAGES, version
 
     devices = [torch.device("cpu"), *(torch.device("cuda", i) for i in range(torch.cuda.device_count()))]
     found = []
@@ -138,8 +143,7 @@ def examine() -> dict[str, Any]:
             }
         )
     return {
-        "versions": {"python": platform.python_version()}
-        | {name: version(name) for name in ("mtplab", "torch", "triton", "numpy", "safetensors", "tokenizers")},
+        "versions": {"python": platform.python_version()} | {name: version(name) for name in PACKAGES},
         "platform": f"{platform.system()} {platform.machine()}",
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),

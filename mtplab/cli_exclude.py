@@ -16,13 +16,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from mtplab.cli_common import (
+    AsJson,
+    CachePolicy,
     CheckpointPath,
     Device,
     Exact,
     MaxNewTokens,
+    Prompts,
+    Results,
+    move_bar,
     names,
     note,
-    path_of,
     print_json,
     say,
     share,
@@ -58,14 +62,7 @@ def exclude(
         typer.Option("--portable", help="Keep in BF16 what one engine or another builds so whatever the list says."),
     ] = False,
     depth: Annotated[int, typer.Option(metavar="K", help="Draft tokens per round.")] = 3,
-    prompts: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="A .jsonl or .txt file, or a folder of .jsonl files; the bundled ones if left out.",
-            parser=path_of,
-        ),
-    ] = None,
+    prompts: Prompts = None,
     limit: Annotated[
         int,
         typer.Option(
@@ -77,22 +74,17 @@ def exclude(
         int | None, typer.Option(metavar="N", help="Groups kept in BF16 at most along a path.  [default: all]")
     ] = None,
     seed: Annotated[int, typer.Option(metavar="N", help="Of the texts that KL is taken over.")] = 0,
-    quant_policy: Annotated[str, typer.Option(metavar="NAME", help="KV cache policy.")] = "none",
+    quant_policy: CachePolicy = "none",
     device: Device = "cpu",
     exact: Exact = True,
-    results: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FOLDER", help="Where measurements are kept.  [default: results/<checkpoint>]", parser=path_of
-        ),
-    ] = None,
+    results: Results = None,
     estimate: Annotated[
         bool,
         typer.Option(
             "--estimate", help="Rank the groups by gradients, in seconds, with none of them run; nothing is searched."
         ),
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Find which modules must stay BF16: each one's cost in FP8, and the smallest list that keeps a budget.
 
@@ -192,13 +184,12 @@ def _hints(found: Any, engines: Looks | None, portable: bool, every: Any, limit:
 @contextmanager
 def _progress(what: str) -> Iterator[Callable[[int, int | None, str], None]]:
     """A bar on a terminal, a line now and then elsewhere."""
-    with step_bar(None, what, "set") as bar:
+    with step_bar(what, "set") as bar:
         told = 0
 
         def show(done: int, total: int | None, next_one: str) -> None:
             nonlocal told
-            bar.total = total
-            bar.update(max(0, done - bar.n))
+            move_bar(bar, done, total)
             bar.set_postfix_str(next_one[-48:])
             if not sys.stderr.isatty() and done >= told + _LINES:
                 told = done

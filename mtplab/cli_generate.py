@@ -12,15 +12,20 @@ from typing import Annotated, Any
 import typer
 
 from mtplab.cli_common import (
+    AsJson,
     Calibration,
     CheckpointPath,
     Device,
+    DraftCachePolicy,
     Exact,
+    Exclude,
     MaxNewTokens,
+    ModelFormat,
     TopK,
     TopP,
     emit,
     exclusion,
+    move_bar,
     note,
     path_of,
     print_json,
@@ -58,26 +63,14 @@ def generate(
             "for K and V apart, fp8:calibrated for scales, int8@3 to keep layer 3 unquantised.",
         ),
     ] = "none",
-    draft_quant_policy: Annotated[
-        str | None, typer.Option(metavar="NAME", help="The draft's; the target's if left out.")
-    ] = None,
+    draft_quant_policy: DraftCachePolicy = None,
     calibration: Calibration = None,
     draft_sampling: Annotated[str, typer.Option(metavar="HOW", help="greedy or sampled drafts.")] = "greedy",
-    exclude: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="GLOBS",
-            help="Modules kept out of FP8: published, none, or globs ('mtp.*'); repeat or use commas. A BF16 "
-            "checkpoint is then quantised to FP8 as it is loaded.",
-        ),
-    ] = None,
-    model_format: Annotated[
-        str | None,
-        typer.Option(metavar="FORMAT", help="fp8 quantises a BF16 checkpoint as it is loaded, draft head included."),
-    ] = None,
+    exclude: Exclude = None,
+    model_format: ModelFormat = None,
     device: Device = "cpu",
     exact: Exact = True,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Continue prompts with speculative decoding and show what the draft head was worth.
 
@@ -101,7 +94,7 @@ def generate(
     given = [item.text for item in load_prompts(list(prompt)).prompts] if prompt else []
     if prompts is not None:
         given += [item.text for item in load_prompts(prompts).prompts]
-    kept = exclusion("--exclude", *exclude) if exclude else None
+    kept = exclusion("--exclude", *(exclude or ()))
     model_format = weight_format(open_checkpoint(path), model_format, kept)
     with spinner(f"loading {path}"):
         from mtplab.decode import generate as run
@@ -116,12 +109,7 @@ def generate(
             model_format=model_format,
             exact=exact,
         )
-    with step_bar(None, "generating") as bar:
-
-        def follow(progress: Any) -> None:
-            bar.total = progress.tokens_total
-            bar.update(progress.tokens_done - bar.n)
-
+    with step_bar("generating") as bar:
         generation = run(
             model,
             given,
@@ -133,7 +121,7 @@ def generate(
             top_k=top_k,
             top_p=top_p,
             draft_sampling=draft_sampling,
-            on_round=follow,
+            on_round=lambda progress: move_bar(bar, progress.tokens_done, progress.tokens_total),
         )
     document = _document(path, model, given, generation)
     remark = exclusion_remark(model.checkpoint, model.plan, kept)
@@ -171,15 +159,9 @@ def _document(path: Path, model: Any, given: list[str], generation: Any) -> dict
 
 
 def _acceptance(stats: Any) -> dict[str, Any]:
-    return {
-        "rounds": stats.rounds,
-        "tokens": stats.emitted,
-        "drafted": stats.drafted,
-        "accepted": stats.accepted,
-        "acceptance_length": stats.acceptance_length,
-        "per_position": stats.per_position,
-        "conditional": stats.conditional,
-    }
+    from mtplab.study.row import counts_of
+
+    return {**counts_of(stats), "conditional": stats.conditional}
 
 
 def _print(document: dict[str, Any]) -> None:

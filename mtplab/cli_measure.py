@@ -5,25 +5,30 @@ Loads a model and prints what `mtplab.study.depth_timing` found; knows no arithm
 
 from __future__ import annotations
 
-from pathlib import Path
+from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from mtplab.cli_common import (
+    AsJson,
+    Batches,
+    CachePolicy,
     Calibration,
     CheckpointPath,
     Device,
+    Exclude,
     MaxNewTokens,
+    ModelFormat,
+    Prompts,
     depth_list,
     exclusion,
-    names,
-    path_of,
+    move_bar,
     print_json,
     say,
     step_bar,
+    whole_numbers,
 )
-from mtplab.errors import ConfigError
 
 if TYPE_CHECKING:
     from mtplab.models import Model
@@ -35,26 +40,18 @@ __all__ = ["measure"]
 def measure(
     path: CheckpointPath,
     depths: Annotated[str, typer.Option(metavar="DEPTHS", help="0-8, 1,2,4, …")] = "0-8",
-    batch: Annotated[
-        list[str] | None, typer.Option(metavar="NUMBERS", help="Sequences at once, commas between.  [default: 1]")
-    ] = None,
-    quant_policy: Annotated[str, typer.Option(metavar="NAME", help="KV cache policy.")] = "none",
-    model_format: Annotated[
-        str | None, typer.Option(metavar="FORMAT", help="fp8 quantises a BF16 checkpoint as it is loaded.")
-    ] = None,
-    exclude: Annotated[
-        list[str] | None, typer.Option(metavar="LIST", help="Modules kept from FP8: published, none, or globs.")
-    ] = None,
+    batch: Batches = None,
+    quant_policy: CachePolicy = "none",
+    model_format: ModelFormat = None,
+    exclude: Exclude = None,
     temperature: Annotated[float, typer.Option(metavar="NUMBER", help="0 is greedy.")] = 0.0,
-    prompts: Annotated[
-        Path | None, typer.Option(metavar="FILE", parser=path_of, help="Prompts; the bundled ones if left out.")
-    ] = None,
+    prompts: Prompts = None,
     calibration: Calibration = None,
     max_new_tokens: MaxNewTokens = 64,
     repeats: Annotated[int, typer.Option(metavar="N", help="How often every depth is timed.")] = 3,
     fast: Annotated[bool, typer.Option("--fast/--exact", help="The fastest arithmetic, or row-invariant.")] = True,
     device: Device = "cpu",
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Time every draft depth on this machine and say which pays, at each batch.
 
@@ -67,32 +64,27 @@ def measure(
       mtplab measure data/tiny-qwen3_5 --depths 0-4 --repeats 5
       mtplab measure data/tiny-qwen3_5 --depths 1,2 --max-new-tokens 16 --json
     """
-    chosen, batches = depth_list(depths), names("--batch", batch or ["1"])
-    wrong = [part for part in batches if not part.isascii() or not part.isdecimal() or not 0 < int(part[:9]) < 4097]
-    if wrong:
-        raise ConfigError(f"--batch {wrong[0]!r:.60}: expected whole numbers from 1 to 4096, such as 1,64")
+    chosen, batches = depth_list(depths), whole_numbers("--batch", batch or ["1"], "1,64", (1, 4096))
+    from mtplab.checkpoint import open_checkpoint
     from mtplab.models import load_model
     from mtplab.quant.policy import resolve_policy
     from mtplab.study.depth_timing import time_depths
+    from mtplab.study.grid import weight_format
     from mtplab.study.prompts import calibration_ids, load_prompts
 
     policy, texts = resolve_policy(quant_policy), load_prompts(prompts)
-    kept = exclusion("--exclude", *exclude) if exclude else None
+    kept = exclusion("--exclude", *(exclude or ()))
+    model_format = weight_format(open_checkpoint(path), model_format, kept)
     model = load_model(path, device=device, exclude=kept, model_format=model_format, quant_policy=policy)
-    with step_bar(None, "timing", "run") as bar:
-
-        def on_step(done: int, total: int) -> None:
-            bar.total = total
-            bar.update(done - bar.n)
-
+    with step_bar("timing", "run") as bar:
         found = time_depths(
             model,
             [list(ids) for ids in texts.encoded(model.encode)],
             chosen,
-            [int(part) for part in batches],
+            batches,
             repeats,
             max_new_tokens,
-            on_step,
+            partial(move_bar, bar),
             temperature=temperature,
             exact=None if not fast else False,
             calibration=calibration_ids([policy], model.encode, calibration),

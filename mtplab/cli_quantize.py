@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mtplab.cli_common import exclusion, note, path_of, print_json, say, step_bar
+from mtplab.cli_common import AsJson, exclusion, move_bar, note, path_of, print_json, say, step_bar
 from mtplab.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ def quantize(
         ),
     ] = "like-target",
     restart: Annotated[bool, typer.Option("--restart", help="Discard what a stopped run left.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Write a checkpoint anew: BF16 to FP8, FP8 to BF16, FP8 in another layout, or with more modules kept out of it.
 
@@ -87,8 +87,8 @@ def quantize(
         written = quantize_checkpoint(
             src,
             dst,
-            exclude=exclusion("--exclude", *exclude) if exclude else None,
-            draft_exclude=exclusion("--draft-exclude", *draft_exclude) if draft_exclude else None,
+            exclude=exclusion("--exclude", *(exclude or ())),
+            draft_exclude=exclusion("--draft-exclude", *(draft_exclude or ())),
             progress=progress,
             format=format,
             layout=layout,
@@ -118,13 +118,12 @@ def _bar(what: str) -> Iterator[tuple[Callable[[int, int], None], list[int]]]:
     """(what is told of progress, a list whose one number is the bytes read so far)."""
     read = [0]
     told = time.monotonic()
-    with step_bar(None, what, "B") as bar:
+    with step_bar(what, "B") as bar:
         bar.unit_scale = True
 
         def show(done: int, total: int) -> None:
             nonlocal told
-            bar.total = total
-            bar.update(done - read[0])
+            move_bar(bar, done, total)
             read[0] = done
             if bar.disable and time.monotonic() - told > _LINE_EVERY:  # no terminal
                 told = time.monotonic()

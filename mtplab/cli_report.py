@@ -14,7 +14,7 @@ from typing import Annotated, Any
 
 import typer
 
-from mtplab.cli_common import note, path_of, print_json, say
+from mtplab.cli_common import AsJson, note, path_of, print_json, say
 from mtplab.errors import ConfigError
 
 __all__ = ["Lines", "join_parameters", "report"]
@@ -50,7 +50,7 @@ def report(
     execution_timeout: Annotated[
         int | None, typer.Option(metavar="SECONDS", help="Seconds that one cell may take.  [default: 600]")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Execute a notebook, or read a sweep's results, and write one HTML file that opens without a network.
 

@@ -25,6 +25,8 @@ from mtplab.cli_common import (
     Device,
     Exact,
     MaxNewTokens,
+    Prompts,
+    Results,
     TopK,
     TopP,
     depth_list,
@@ -76,14 +78,7 @@ def sweep(
         list[str] | None,
         typer.Option(metavar="NUMBERS", help="Temperatures, commas between; 0 is greedy.  [default: 0]"),
     ] = None,
-    prompts: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="A .jsonl or .txt file, or a folder of .jsonl files; the bundled ones if left out.",
-            parser=path_of,
-        ),
-    ] = None,
+    prompts: Prompts = None,
     domain: Annotated[
         list[str] | None, typer.Option(metavar="NAME", help="Only prompts of this domain; repeat for more.")
     ] = None,
@@ -118,14 +113,7 @@ def sweep(
     ] = True,
     device: Device = "cpu",
     exact: Exact = True,
-    results: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FOLDER",
-            help="Where results are kept and read back from.  [default: results/<checkpoint>]",
-            parser=path_of,
-        ),
-    ] = None,
+    results: Results = None,
     by_domain: Annotated[
         bool, typer.Option("--by-domain", help="A line of the table for each domain of prompts.")
     ] = False,

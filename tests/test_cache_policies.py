@@ -77,7 +77,7 @@ def rows_written(monkeypatch, model) -> dict[int, torch.Tensor]:
     def write(cache, slots, rows):
         if not any(cache is known for known in caches):
             caches.append(cache)
-        heads = rows.view(2, -1, model.config.num_kv_heads, rows.shape[-1]).abs().amax(dim=(1, 3))
+        heads = rows.view(2, -1, cache.rows.heads, rows.shape[-1]).abs().amax(dim=(1, 3))
         at = next(i for i, known in enumerate(caches) if cache is known)
         largest[at] = torch.maximum(largest.get(at, heads), heads)
         before(cache, slots, rows)

@@ -16,6 +16,7 @@ from mtplab.kernels import launch
 from mtplab.models import layers
 from mtplab.models.cache import KVCache
 from mtplab.models.choice import KERNEL_STORAGE
+from mtplab.models.spec import CacheRows
 from mtplab.quant import fp8_products
 from mtplab.quant.policy import resolve_policy
 from tiny import write_tiny
@@ -118,8 +119,9 @@ def test_nan_logits_are_told(bundled, monkeypatch):
 @pytest.mark.parametrize("policy", ["int8", "int4", "fp8_e5m2"])
 def test_a_cache_read_by_kernels_keeps_no_copy(policy):
     """What a prompt's attention reads is decoded from the codes then, and is what a kept copy would hold."""
+    shape = CacheRows(heads=1, dim=32)
     made = [
-        KVCache(resolve_policy(policy), 2, 1, 16, 32, torch.float32, torch.bfloat16, torch.device("cpu"), kernels)
+        KVCache(resolve_policy(policy), 2, shape, 16, torch.float32, torch.bfloat16, torch.device("cpu"), kernels)
         for kernels in (True, False)
     ]
     rows, slots = torch.randn(8, 32), torch.tensor([0, 1, 16, 17, 32, 33, 48, 49])

@@ -254,7 +254,7 @@ def test_every_layer_is_the_drafts_in_plan_and_bytes(deep):
     assert len(names) == len(set(names)) == 1 + 7 * n
     assert deep.draft.modules[0].fc is deep.draft.modules[1].fc
     c = deep.config
-    each = 2 * c.num_kv_heads * c.head_dim * 2
+    each = 2 * c.draft_layers[0].rows.heads * c.draft_layers[0].rows.dim * 2
     account = generate(deep, "x", depth=1, max_new_tokens=2).memory
     assert deep.kv_bytes_per_token("none", "draft") == account["draft_kv_bytes_per_token"] == n * each
     assert account["layers"] == [0, 0, 0, each, *[each] * n]

@@ -15,6 +15,7 @@ from mtplab.kernels.targets import TARGETS
 from mtplab.models.attend import attend, attention_bias
 from mtplab.models.cache import KVCache, slot_base, slot_index
 from mtplab.models.choice import KERNEL_STORAGE
+from mtplab.models.spec import CacheRows
 from mtplab.quant.kv_codec import CODECS
 from mtplab.quant.policy import resolve_policy
 
@@ -188,7 +189,7 @@ def test_strides_of_queries_and_a_cache_laid_out_by_token():
 def test_the_engines_cache_is_attended_as_the_engine_does(policy):
     """Its own writing, its own attention; no table, FP32 with a BF16 checkpoint's scales and zeros."""
     b, t, heads, kv_heads, d, capacity = 2, 20, 4, 2, 32, 24
-    cache = KVCache(resolve_policy(policy), b, kv_heads, capacity, d, FP32, BF16, torch.device("cpu"))
+    cache = KVCache(resolve_policy(policy), b, CacheRows(kv_heads, d), capacity, FP32, BF16, torch.device("cpu"))
     positions = torch.arange(t).expand(b, t)
     rows = torch.randn(2, b * t * kv_heads, d, generator=torch.Generator().manual_seed(3)).flatten(0, 1)
     cache.write(slot_index(positions, slot_base(b, kv_heads, capacity, rows.device)), rows)

@@ -10,6 +10,7 @@ from kernel_tools import interpreted, poisoned, relative_error
 from mtplab.kernels.conv_update import conv_update
 from mtplab.kernels.delta_rule_reference import conv_reference
 from mtplab.models.layers import GatedDelta
+from mtplab.models.spec import DeltaSpec
 
 pytestmark = interpreted
 
@@ -51,7 +52,7 @@ def test_a_round_is_as_many_single_steps(dtype):
 def test_the_engines_convolution_is_the_references():
     x, state, weight = inputs(2, 3, 48)
     mixer = GatedDelta.__new__(GatedDelta)
-    mixer.config, mixer.conv_weight = type("Config", (), {"conv_kernel": 4}), weight
+    mixer.spec, mixer.conv_weight = DeltaSpec(1, 1, 16, 16, conv_kernel=4), weight
     window = torch.empty(2, 6, 48)
     out = conv_update(x, state, weight, window)
     assert relative_error(out, mixer._convolve(window, 3)) < 1e-6

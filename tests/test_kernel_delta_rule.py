@@ -13,6 +13,7 @@ from mtplab.models.cache import DeltaState
 from mtplab.models.delta_rule import delta_rule_step
 from mtplab.models.layers import L2_EPS, GatedDelta
 from mtplab.models.norm import RMSNorm
+from mtplab.models.spec import DeltaSpec
 
 pytestmark = interpreted
 
@@ -202,20 +203,19 @@ class _Run:
         return x.view(2, self.tokens, *x.shape[1:])
 
 
-class _Config:
-    linear_k_heads, linear_v_heads, linear_k_dim, linear_v_dim, key_dim, value_dim = 1, 2, 64, 64, 64, 128
+_SPEC = DeltaSpec(k_heads=1, v_heads=2, k_dim=64, v_dim=64, conv_kernel=4)
 
 
 @pytest.mark.parametrize("uniform", [2, None], ids=["all keep two", "each its own"])
 def test_the_engines_rounds_through_its_own_state(uniform):
     """A round of three tokens, a commit, a step in place, a commit, a round: `DeltaState` serves as it is."""
     mixer = GatedDelta.__new__(GatedDelta)
-    mixer.config = _Config
+    mixer.spec = _SPEC
     size = torch.full((2, 1, 64), 64**-0.5)
     size[0] /= 8
     mixer._qk_norm = RMSNorm(size, L2_EPS / 64)
     keep = torch.tensor([2, 2] if uniform else [3, 1])
-    ours, theirs = (DeltaState(2, 2, 64, 64, 4, 256, torch.float32, torch.device("cpu")) for _ in range(2))
+    ours, theirs = (DeltaState(2, _SPEC, torch.float32, torch.device("cpu")) for _ in range(2))
     for t in (3, 1, 2):
         q, k, v, g, beta, _ = inputs(2, t, 1, 2, 64, 64)
         mixed = torch.cat([y.flatten(2) for y in (q, k, v)], -1)

@@ -9,6 +9,7 @@ import torch
 from mtplab import ConfigError
 from mtplab.models.cache import KVCache, slot_base, slot_index
 from mtplab.models.choice import KERNEL_STORAGE
+from mtplab.models.spec import CacheRows
 from mtplab.quant.kv_codec import CODECS, codec_of
 from mtplab.quant.policy import POLICIES, resolve_policy
 
@@ -150,7 +151,7 @@ def test_cache_reads_what_it_stores(policy, kernels):
         for i, side in enumerate(policy.sides)
     )
     cpu = torch.device("cpu")
-    cache = KVCache(policy, b, h, capacity, d, torch.float32, BF16, cpu, kernels=kernels, scales=scales)
+    cache = KVCache(policy, b, CacheRows(h, d), capacity, torch.float32, BF16, cpu, kernels=kernels, scales=scales)
     positions = torch.tensor([[4, 5], [0, 1], [9, 10]])
     both = torch.randn(2, b, 2, h, d)
     cache.write(slot_index(positions, slot_base(b, h, capacity, cpu)), both.reshape(-1, d))
@@ -194,7 +195,7 @@ def test_bytes_per_token():
 @pytest.mark.parametrize("policy", [*POLICIES, *APART])
 def test_bytes_per_token_are_those_of_the_cache(policy):
     policy, heads, d = resolve_policy(policy), 2, 64
-    cache = KVCache(policy, 3, heads, 16, d, BF16, BF16, torch.device("cpu"))
+    cache = KVCache(policy, 3, CacheRows(heads, d), 16, BF16, BF16, torch.device("cpu"))
     held = sum(x.nbytes for part in cache.parts for x in part.held)
     assert held == 3 * 16 * policy.bytes_per_token(heads, d, 2)
 

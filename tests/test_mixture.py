@@ -16,6 +16,7 @@ from mtplab.decode.peek import next_logits
 from mtplab.kernels import launch
 from mtplab.kernels.gemm_grouped import route
 from mtplab.models.mixture import Mixture
+from mtplab.models.spec import MixtureSpec
 from mtplab.quant.block import quantize_block
 from mtplab.quant.experts import GroupedExperts, LoopedExperts, make_experts
 from mtplab.quant.linear import LinearWeight
@@ -174,7 +175,8 @@ def _mixture(experts, top_k, hidden, inner, seed=0):
     shared = MLP(linear(weight(inner, hidden), weight(inner, hidden)), linear(weight(hidden, inner)))
     made = make_experts(each, torch.float32, cpu)
     router, gate = linear(weight(experts, hidden)), linear(weight(1, hidden))
-    return Mixture(router, made, shared, gate, experts, top_k), hidden
+    spec = MixtureSpec(experts, top_k, inner, inner, shared_gated=True)
+    return Mixture(spec, router, made, shared, gate, None), hidden
 
 
 def test_grouped_experts_beat_the_naive_loop():

@@ -23,8 +23,9 @@ from PIL import Image
 from mtplab.errors import ConfigError
 from mtplab.report.audit_panel import EDIT, NOTHING, OWN, WRITE, AuditPanel
 from mtplab.report.checkpoint_panel import CheckpointPanel
+from mtplab.report.module_globs import module_globs
 from mtplab.report.panels import Panel
-from mtplab.report.sweep_panel import SweepPanel, module_globs
+from mtplab.report.sweep_panel import SweepPanel
 from mtplab.study import sweep
 from mtplab.study.prompts import Prompt, PromptSet
 from tests.audit_checkpoints import make

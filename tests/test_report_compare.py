@@ -14,7 +14,8 @@ import mtplab
 from mtplab.cli import main
 from mtplab.errors import ConfigError
 from mtplab.report.comparison_page import comparison_page
-from mtplab.report.table import Table, in_markdown, one_line
+from mtplab.report.table import Table
+from mtplab.report.text import in_markdown, one_line
 from mtplab.study.rowfile import rows_of_source
 from tests.report_fakes import counted, row, rows, write_results
 

@@ -13,9 +13,10 @@ import pytest
 from mtplab.errors import ConfigError
 from mtplab.report import Conclusion, RoundsView, acceptance_table, plan_summary, resolve_path
 from mtplab.report.conclusion import PAYS
+from mtplab.report.plan_tables import plan_table
 from mtplab.report.progress import Clock
 from mtplab.report.rows import as_records
-from mtplab.report.tables import html_table, plan_table
+from mtplab.report.table import html_table
 from mtplab.report.text import escape, human_bytes, json_island, plain
 from mtplab.study.hint import faint_draft
 from mtplab.study.interval import change_error, length_error
@@ -80,7 +81,10 @@ def test_a_long_plan_is_cut_and_says_so():
 
 @pytest.mark.parametrize(
     ("count", "text"),
-    [(0, "0 B"), (999, "999 B"), (1000, "1 kB"), (2_620_000, "2.62 MB"), (3.2e12, "3.2 TB"), (None, "–")],
+    [
+        *[(0, "0 B"), (999, "999 B"), (1000, "1 kB"), (999_700, "1,000 kB"), (2_620_000, "2.62 MB")],
+        *[(3.2e12, "3.2 TB"), (None, "–")],
+    ],
 )
 def test_bytes_have_units(count, text):
     assert human_bytes(count) == text

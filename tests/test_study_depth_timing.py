@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -100,3 +101,11 @@ def test_it_says_which_weights_and_which_arithmetic(bundled_fp8, capsys):
     assert capsys.readouterr().out.endswith(
         "\nTimed on cpu with 32 of 39 linear modules in FP8, in row-invariant arithmetic, as in a report.\n"
     )
+
+
+def test_exclusions_mean_what_they_mean_elsewhere(bundled, capsys):
+    """Of a BF16 checkpoint, as in generate, sweep and doctor: all else is quantised as it is loaded."""
+    words = ["measure", str(bundled), "--depths", "1", "--repeats", "1", "--max-new-tokens", "4", "--exclude", "mtp.*"]
+    assert main(words) == 0
+    fp8, linear = re.search(r"with (\d+) of (\d+) linear modules in FP8", capsys.readouterr().out).groups()
+    assert 0 < int(fp8) < int(linear)

@@ -54,3 +54,10 @@ def test_a_study_calls_its_settings_by_these_words():
     alone = SweepResult(rows(excludes=("*", "none"), policies=("int8",))).to_table()
     assert "KV B/token" not in alone and "all BF16    int8      1.00" in alone
     assert "format" not in table and "prompt set prompts" in table and "prompts prompts" not in table
+
+
+def test_only_numbers_stand_above_what_belongs_to_them():
+    """A name may hold the very signs that an interval and a ratio begin with."""
+    name = "a ±1 ×2 B/c"
+    page = SweepResult(rows(excludes=(name,), policies=("none", "int8")))._repr_html_()
+    assert f">{name}<" in page and page.count("<br>±") > 2 and ">KV<br>B/token<" in page

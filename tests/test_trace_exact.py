@@ -93,7 +93,8 @@ def test_the_output_is_plain_decodings_above_temperature_0(model, drafts):
 @pytest.mark.parametrize("rows", [[0, 1, 2, 3, 4, 5], [1, 4, 5], [0, 2, 3, 5], [5], [0, 1]], ids=str)
 def test_a_cache_that_shrinks_holds_what_one_of_the_chosen_would(model, policy, rows):
     """In another order, and written to afterwards like any other."""
-    heads, d = model.config.num_kv_heads, model.config.head_dim
+    kept = model.config.draft_layers[0].rows
+    heads, d = kept.heads, kept.dim
     (whole,) = model.draft_caches(1, 6, 256, resolve_policy(policy))
     draw = torch.Generator().manual_seed(1)
 

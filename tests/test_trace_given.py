@@ -11,6 +11,7 @@ import mtplab
 from mtplab import ConfigError
 from mtplab.decode import tracing
 from mtplab.decode.peek import next_logits
+from mtplab.models.spec import DeltaSpec
 from mtplab.study.acceptance_set import AcceptanceSet
 from mtplab.study.acceptance_views import VIEWS
 from mtplab.study.curve import Curve
@@ -173,7 +174,9 @@ def test_states_after_each_token_stay_small(model):
     run = object.__new__(tracing.GivenRun)
     c = model.config
     run.given, run.model = [[1] * 500], asked()
-    run.model.config = dataclasses.replace(c, linear_v_heads=48, linear_k_dim=128, linear_v_dim=128)
+    large = DeltaSpec(k_heads=16, v_heads=48, k_dim=128, v_dim=128, conv_kernel=4)
+    layers = (*c.layers, dataclasses.replace(c.layers[0], mixer=large))
+    run.model.config = dataclasses.replace(c, layers=layers)
     assert run._most_tokens(1) == 21 and run._most_tokens(8) == 2 and run._most_tokens(64) == 1
     run.model.config = c
     assert run._most_tokens(1) == 64

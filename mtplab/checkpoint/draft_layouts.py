@@ -9,20 +9,50 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-__all__ = ["BEHIND_COUNT", "COUNT_KEYS", "FUSIONS", "FUSION_NORMS", "LAYOUTS", "OWN_COUNT", "ROOTS", "Layout"]
+__all__ = [
+    "BEHIND_COUNT",
+    "COUNT_KEYS",
+    "DEEPSEEK_V3",
+    "FUSIONS",
+    "FUSION_NORMS",
+    "LAYOUTS",
+    "MIMO",
+    "OWN_COUNT",
+    "QWEN",
+    "ROOTS",
+    "STEP",
+    "HeadNames",
+    "Layout",
+]
+
+@dataclass(frozen=True)
+class HeadNames:
+    """Modules of one of a head's layers, by their names on disk."""
+
+    norm_embedding: str
+    norm_hidden: str
+    fc: str
+    norm: str
+    block: str  # prefix of the decoder block, with its dot
+    embedding: str  # the head's own, where a family has one that a file may hold; "" where none
+    head: str  # likewise
 
 
 @dataclass(frozen=True)
 class Layout:
-    """How a family names its head. `{i}` is a head layer's number, `{n}` the target's number of decoder layers + i."""
+    """How a family names its head. `{i}` is a head layer's number, `{n}` the target's number of decoder layers + i,
+    `{last}` the number of the head's last layer."""
 
     family: str
     count_key: str  # in config.json: how many layers of a head there are
     root: str  # what all its names begin with; of those behind the target's layers, the target's own
     numbered: str  # what stands between the root and a head layer's number
-    fusion: tuple[str, ...]  # modules that join embedding and hidden state, by full name over {i} and {n}
+    norms: tuple[str, str, str]  # of the embedding, of the hidden state, and the last one: full names
+    joins: tuple[str, ...]  # matrices that join embedding and hidden state
     inner: str = ""  # prefix of the decoder block within a head layer, which no other family has
-    shared: tuple[str, ...] = ()  # modules that a file may leave out because the target's are used
+    # of its own, which a file may leave out: the target's are used
+    embedding: str = ""
+    head: str = ""
     step_layers: int = 1  # layers on disk to one that config.json counts
     behind: bool = False  # whether head layers are numbered on behind the target's
 
@@ -31,45 +61,73 @@ class Layout:
         """Prefix of one head layer, as a regular expression whose only group is the number."""
         return re.escape(self.root + self.numbered) + r"([0-9]{1,4})\."
 
+    @property
+    def fusion(self) -> tuple[str, ...]:
+        """Modules that join embedding and hidden state, and their norms."""
+        return (*self.norms[:2], *self.joins, self.norms[2])
 
-_V3 = ("model.layers.{n}.enorm", "model.layers.{n}.hnorm", "model.layers.{n}.eh_proj")
+    @property
+    def shared(self) -> tuple[str, ...]:
+        """Modules that a file may leave out because the target's are used."""
+        return tuple(filter(None, (self.embedding, self.head)))
+
+    def names(self, i: int, layers: int, root: str = "model.") -> HeadNames:
+        """Of head layer i on disk, where the target has so many decoder layers and its names begin with `root`."""
+        def filled(name: str) -> str:
+            name = name.format(i=i, n=layers + i)
+            return root + name.removeprefix("model.") if name and self.behind else name
+
+        block = filled(f"{self.root}{self.numbered}{'{n}' if self.behind else '{i}'}.{self.inner}")
+        own = (*self.norms[:2], self.joins[0], self.norms[2])
+        return HeadNames(*map(filled, own), block, filled(self.embedding), filled(self.head))
+
+
+def _behind(part: str) -> str:
+    return f"model.layers.{{n}}.{part}"
+
+
+def _v3_norms() -> tuple[str, str, str]:
+    return _behind("enorm"), _behind("hnorm"), _behind("shared_head.norm")
+
+
+QWEN = Layout(
+    "Qwen3-Next, Qwen3.5 and later", "mtp_num_hidden_layers", "mtp.", "layers.",
+    ("mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.norm"), ("mtp.fc",),
+    embedding="mtp.embed_tokens", head="mtp.lm_head",
+)  # fmt: skip
+MIMO = Layout(
+    "MiMo-7B", "num_nextn_predict_layers", "model.mtp_layers.", "",
+    tuple(f"model.mtp_layers.{{i}}.{norm}" for norm in ("token_layernorm", "hidden_layernorm", "final_layernorm")),
+    ("model.mtp_layers.{i}.input_proj",),
+)  # fmt: skip
+STEP = Layout(
+    "Step-3.5", "num_nextn_predict_layers", "model.layers.", "", _v3_norms(), (_behind("eh_proj"),),
+    inner="transformer.", head=_behind("shared_head.output"), behind=True,
+)  # fmt: skip
+DEEPSEEK_V3 = Layout(
+    "DeepSeek-V3, GLM-4.5 and later", "num_nextn_predict_layers", "model.layers.", "", _v3_norms(),
+    (_behind("eh_proj"),), embedding=_behind("embed_tokens"), head=_behind("shared_head.head"), behind=True,
+)  # fmt: skip
 
 LAYOUTS: tuple[Layout, ...] = (
-    Layout(
-        "Qwen3-Next, Qwen3.5 and later", "mtp_num_hidden_layers", "mtp.", "layers.",
-        ("mtp.fc", "mtp.norm", "mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden"),
-        shared=("mtp.embed_tokens", "mtp.lm_head"),
-    ),
+    QWEN,
     Layout(
         "Nemotron-3", "num_nextn_predict_layers", "mtp.", "layers.",
-        ("mtp.layers.0.enorm", "mtp.layers.0.hnorm", "mtp.layers.0.eh_proj", "mtp.layers.{last}.final_layernorm"),
-        step_layers=2,
+        ("mtp.layers.0.enorm", "mtp.layers.0.hnorm", "mtp.layers.{last}.final_layernorm"),
+        ("mtp.layers.0.eh_proj",), step_layers=2,
     ),
     Layout(
         "DeepSeek-V4", "num_nextn_predict_layers", "mtp.", "",
-        ("mtp.{i}.e_proj", "mtp.{i}.h_proj", "mtp.{i}.enorm", "mtp.{i}.hnorm", "mtp.{i}.norm"),
+        ("mtp.{i}.enorm", "mtp.{i}.hnorm", "mtp.{i}.norm"), ("mtp.{i}.e_proj", "mtp.{i}.h_proj"),
     ),
     Layout(
         "MiMo-V2", "num_nextn_predict_layers", "model.mtp.", "layers.",
-        tuple(f"model.mtp.layers.{{i}}.{part}" for part in ("enorm", "hnorm", "eh_proj", "final_layernorm")),
+        tuple(f"model.mtp.layers.{{i}}.{norm}" for norm in ("enorm", "hnorm", "final_layernorm")),
+        ("model.mtp.layers.{i}.eh_proj",),
     ),
-    Layout(
-        "MiMo-7B", "num_nextn_predict_layers", "model.mtp_layers.", "",
-        tuple(
-            f"model.mtp_layers.{{i}}.{part}"
-            for part in ("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm")
-        ),
-    ),
-    Layout(
-        "Step-3.5", "num_nextn_predict_layers", "model.layers.", "",
-        (*_V3, "model.layers.{n}.shared_head.norm"), inner="transformer.",
-        shared=("model.layers.{n}.shared_head.output",), behind=True,
-    ),
-    Layout(
-        "DeepSeek-V3, GLM-4.5 and later", "num_nextn_predict_layers", "model.layers.", "",
-        (*_V3, "model.layers.{n}.shared_head.norm"),
-        shared=("model.layers.{n}.shared_head.head", "model.layers.{n}.embed_tokens"), behind=True,
-    ),
+    MIMO,
+    STEP,
+    DEEPSEEK_V3,
 )  # fmt: skip
 
 # what config.json may call the number of head layers, the first that stands there counting
@@ -81,9 +139,9 @@ BEHIND_COUNT = next(layout.count_key for layout in LAYOUTS if layout.behind)
 ROOTS = tuple(dict.fromkeys(layout.root for layout in LAYOUTS if not layout.behind))
 # last names of the matrices that join embedding and hidden state: all that a head drafts passes through them
 FUSIONS = frozenset(
-    last for layout in LAYOUTS for name in layout.fusion if "norm" not in (last := name.rpartition(".")[2])
+    name.rpartition(".")[2] for layout in LAYOUTS for name in layout.joins
 )
 # norms that a head's layer has beside its block's
 FUSION_NORMS = frozenset(
-    name.rpartition("}.")[2] for layout in LAYOUTS for name in layout.fusion if "}." in name and "norm" in name
+    name.rpartition("}.")[2] for layout in LAYOUTS for name in layout.norms if "}." in name
 )

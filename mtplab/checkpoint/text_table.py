@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from html import escape
 
-__all__ = ["aligned", "as_bytes", "counted", "html_table", "printable", "scrolling"]
+__all__ = ["aligned", "as_bytes", "counted", "html_table", "in_columns", "printable", "scrolling"]
 
 
 def printable(text: object, limit: int = 200) -> str:
@@ -28,14 +28,22 @@ def as_bytes(count: int) -> str:
 
 def aligned(columns: Sequence[str], rows: Sequence[Sequence[str]], right: Collection[str] = ()) -> list[str]:
     """A line for the columns' names and one for each row; columns named in `right` are set to the right."""
-    widths = [max(map(len, column)) for column in zip(columns, *rows, strict=True)]
+    return in_columns((columns, *rows), [name in right for name in columns])
+
+
+def in_columns(rows: Sequence[Sequence[str]], right: Sequence[bool], rule: bool = False) -> list[str]:
+    """A line for each row, cells below each other; `right` says of each column whether it is set to the right. With
+    `rule` there is a rule below the first row."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
-    for row in (columns, *rows):
+    for row in rows:
         cells = (
-            cell.rjust(width) if name in right else cell.ljust(width)
-            for name, cell, width in zip(columns, row, widths, strict=True)
+            cell.rjust(width) if to_right else cell.ljust(width)
+            for cell, width, to_right in zip(row, widths, right, strict=True)
         )
         lines.append("  ".join(cells).rstrip())
+    if rule:
+        lines.insert(1, "  ".join("─" * width for width in widths))
     return lines
 
 

@@ -17,7 +17,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from mtplab.decode.runner import Cancelled, draft_reads_prompts
@@ -129,9 +128,9 @@ class _Batch:
 
     def head(self, passes: PassMaker, tokens, given, positions, longest: int, cache, step=0) -> tuple[Tensor, Tensor]:
         """The head over tokens [b, t] and hidden [b, t, h] → its hidden before and after its norm, [b·t, h]."""
-        target, head = self.model.target, self.model.draft
+        head = self.model.draft
         run = passes.make(positions, longest, self.exact, room=cache.room)
-        embedded = run.gather(F.embedding(tokens, target.embedding))
+        embedded = run.gather(head.embed(tokens, positions, step))
         out = head(embedded, run.gather(given), run, cache, step)[: run.rows]
         return out, head.normed(pad_rows(out, row_count(len(out), self.exact)), step)[: run.rows]
 
@@ -245,7 +244,7 @@ class _Chains:
     def _judge_band(self, at: np.ndarray, normed: Tensor, step: int) -> None:
         batch, table, device = self.batch, self.table, self.batch.model.device
         exact = batch.exact
-        logits = batch.model.target.logits(pad_rows(normed, row_count(len(normed), exact)))[: len(normed)]
+        logits = batch.model.draft.logits(pad_rows(normed, row_count(len(normed), exact)), step - 1)[: len(normed)]
         rows, slots = torch.from_numpy(self.rows[at]).to(device), torch.from_numpy(self.slots[at] + step).to(device)
         ids = batch.output[rows, slots]
         best, chosen = logits.max(-1)

@@ -365,7 +365,7 @@ def draft_reads_prompts(
             run = _segment_pass(passes, start, stop, lengths, exact)
             hidden = run.gather(given[:, start:stop])
             for step, cache in enumerate(caches):
-                embedded = run.gather(F.embedding(following[:, start + step : stop + step], model.target.embedding))
+                embedded = run.gather(head.embed(following[:, start + step : stop + step], run.positions, step))
                 out = head(embedded, hidden, run, cache, step)
                 if head.chained and step + 1 < len(caches):
                     hidden = head.normed(out, step) if spec.draft_hidden == "post_norm" else out

@@ -13,7 +13,6 @@ from types import FunctionType
 from weakref import WeakKeyDictionary
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from mtplab.decode.state import RunState
@@ -36,30 +35,30 @@ def verify_step(target, passes: PassMaker, tokens, positions, longest, exact, ke
     return tuple(x[: run.rows].view(b, t, -1) for x in (hidden, normed, logits))
 
 
-def draft_step(target, head, passes: PassMaker, tokens, hidden, positions, at, longest, exact, key_length, kv):
+def draft_step(head, passes: PassMaker, tokens, hidden, positions, at, longest, exact, key_length, kv):
     """The head over tokens [b, t] and hidden [b, t, h]; of slot at[i] of sequence i (the only one if None): its hidden
     before and after mtp.norm [b, h], and logits [b, v]."""
     b, t = tokens.shape
     run = passes.make(positions, longest, exact, key_length=key_length)
-    embedded = run.gather(F.embedding(tokens, target.embedding))
+    embedded = run.gather(head.embed(tokens, positions))
     out = head(embedded, run.gather(hidden), run, kv)[: run.rows]
     if at is not None:
         out = out.view(b, t, -1)[torch.arange(b, device=out.device), at]
     normed = head.normed(pad_rows(out, row_count(b, exact)))
-    return out, normed[:b], target.logits(normed)[:b]
+    return out, normed[:b], head.logits(normed)[:b]
 
 
-def module_step(target, head, passes: PassMaker, tokens, hidden, positions, at, longest, exact, key_length, kv, step):
+def module_step(head, passes: PassMaker, tokens, hidden, positions, at, longest, exact, key_length, kv, step):
     """Of a head with a module per depth, the one of this step over tokens [b, t] and hidden [b, t, h]: its hidden
     before and after its norm at every slot [b, t, h], and logits [b, v] at slot at[i] of sequence i."""
     b, t = tokens.shape
     run = passes.make(positions, longest, exact, key_length=key_length)
-    embedded = run.gather(F.embedding(tokens, target.embedding))
+    embedded = run.gather(head.embed(tokens, positions, step))
     out = head(embedded, run.gather(hidden), run, kv, step)
     normed = head.normed(out, step)
     out, normed = out[: run.rows].view(b, t, -1), normed[: run.rows].view(b, t, -1)
     last = normed[torch.arange(b, device=at.device), at]
-    return out, normed, target.logits(pad_rows(last, row_count(b, exact)))[:b]
+    return out, normed, head.logits(pad_rows(last, row_count(b, exact)), step)[:b]
 
 
 # a model's compiled passes live as long as it does
@@ -123,7 +122,7 @@ class Steps:
     def _of_head(self, tokens: Tensor, hidden: Tensor, start: Tensor, longest: int, at: Tensor | None) -> tuple:
         """What both of the head's steps are given first."""
         positions, reach = self._where(start, longest, tokens.shape[1])
-        return (self.model.target, self.model.draft, self.passes, tokens, hidden, positions, at, *reach)
+        return (self.model.draft, self.passes, tokens, hidden, positions, at, *reach)
 
     def _where(self, start: Tensor, longest: int, t: int) -> tuple[Tensor, tuple[int, bool, int | None]]:
         positions = start[:, None] + self._offsets[:t]

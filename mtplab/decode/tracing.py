@@ -145,8 +145,7 @@ class GivenRun(TargetRun):
         self.chosen = 0
 
     def _most_tokens(self, batch: int) -> int:
-        c = self.model.config
-        state = 4 * batch * c.linear_v_heads * c.linear_k_dim * c.linear_v_dim
+        state = 4 * batch * max((delta.state_size for delta in self.model.config.deltas), default=0)
         return max(1, min(_GIVEN_TOKENS, max(map(len, self.given)), _STEP_BYTES // max(1, state)))
 
     def go(self, on_round: Callable[[Progress], None] | None, cancel: threading.Event | None) -> float:

@@ -22,8 +22,8 @@ def padded_key_length(length: int, exact: bool) -> int:
 def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, exact: bool) -> Tensor:
     """Softmax attention of grouped query heads.
 
-    q [b, h, t, d], already multiplied by d^-½; k, v [b, h_kv, L, d]; bias [b, t·h/h_kv, L] (`attention_bias`), or None
-    when every query sees every key. Returns [b, t, h·d].
+    q [b, h, t, d], already multiplied by d^-½; k [b, h_kv, L, d]; v [b, h_kv, L, dv]; bias
+    [b, t·h/h_kv, L] (`attention_bias`), or None when every query sees every key. Returns [b, t, h·dv].
 
     With `exact`, L is a multiple of KEY_BLOCK, the rows of every product are padded to a multiple of 8, and the sums
     over keys are taken block by block, so that a query's result is bit-equal whatever t, b or L.
@@ -46,14 +46,19 @@ def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, exact: bool) ->
             part, part_total = torch.matmul(block, v[:, :, start : start + KEY_BLOCK]), block.sum(-1, keepdim=True)
             out, total = (part, part_total) if out is None else (out.add_(part), total.add_(part_total))
         out = out.div_(total)[:, :, :rows]
-    return out.reshape(b, h, t, d).transpose(1, 2).reshape(b, t, h * d)
+    return out.reshape(b, h, t, -1).transpose(1, 2).reshape(b, t, -1)
 
 
-def attention_bias(positions: Tensor, keys: Tensor, group: int, dtype: torch.dtype) -> Tensor:
-    """What is added to the scores of a KV head's query rows [b, group·t, L]: 0 up to the query's position, −inf after.
+def attention_bias(
+    positions: Tensor, keys: Tensor, group: int, dtype: torch.dtype, window: int | None = None
+) -> Tensor:
+    """What is added to the scores of a KV head's query rows [b, group·t, L]: 0 up to the query's position, −inf after,
+    and before the last `window` of those.
 
     positions [b, t]; keys [L] (0, 1, …); `group` query heads share a KV head, each with its t queries side by side.
     """
     hidden = keys > positions.unsqueeze(-1)
+    if window is not None:
+        hidden = hidden | (keys <= positions.unsqueeze(-1) - window)
     bias = torch.zeros(hidden.shape, dtype=dtype, device=positions.device).masked_fill_(hidden, -torch.inf)
     return bias.repeat(1, group, 1)

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from mtplab.models.spec import CacheRows, DeltaSpec
 from mtplab.quant.kv_codec import Codec, codec_of
 from mtplab.quant.policy import QuantPolicy, Storage
 
@@ -73,9 +74,8 @@ class KVCache:
         self,
         policy: QuantPolicy,
         batch: int,
-        kv_heads: int,
+        rows: CacheRows,
         capacity: int,
-        head_dim: int,
         dtype: torch.dtype,
         meta_dtype: torch.dtype,
         device: torch.device,
@@ -85,7 +85,7 @@ class KVCache:
         """`kernels`: decoding reads the codes themselves, so no copy is kept as read back. `scales`: of K and of V,
         float32 [1] or [h_kv], None for 1."""
         self.policy, self.dtype, self.meta_dtype = policy, dtype, meta_dtype
-        self.head_dim = head_dim
+        self.rows = rows
         self.live = batch  # sequences that are read, the first ones; `shrink` makes them fewer than there is room for
         # what kernels multiply codes by
         self.factors = [1.0 if scale is None or scale.numel() > 1 else float(scale) for scale in scales]
@@ -93,8 +93,8 @@ class KVCache:
         self.parts: list[_Part] = []
         for storage, scale in _stored(policy, scales, device):
             codec = codec_of(storage, scale)
-            shape = (2 if alike else 1, batch, kv_heads, capacity)
-            codes = torch.zeros(*shape, codec.code_shape(head_dim), dtype=codec.code_dtype(dtype), device=device)
+            shape = (rows.sides if alike else 1, batch, rows.heads, capacity)
+            codes = torch.zeros(*shape, codec.code_shape(rows.dim), dtype=codec.code_dtype(dtype), device=device)
             meta = torch.zeros(*shape, storage.meta, dtype=meta_dtype, device=device) if storage.meta else None
             self.parts.append(_Part(codec, codes, meta))
         plain = alike and not policy.quantised
@@ -156,7 +156,7 @@ class KVCache:
     def empty_values(self) -> Tensor:
         """Memory for every slot as read back [2, b, h_kv, capacity, d]."""
         codes = self.parts[0].codes
-        return torch.zeros(2, *codes.shape[1:4], self.head_dim, dtype=self.dtype, device=codes.device)
+        return torch.zeros(self.rows.sides, *codes.shape[1:4], self.rows.dim, dtype=self.dtype, device=codes.device)
 
     def select(self, rows: Tensor) -> None:
         """Keep these sequences of the batch, in this order."""
@@ -231,9 +231,9 @@ def _movable(x: Tensor) -> Tensor:
     return x.view(torch.uint8) if x.dtype.itemsize == 1 else x
 
 
-def slot_base(batch: int, kv_heads: int, capacity: int, device: torch.device) -> Tensor:
-    """[2, b, 1, h_kv]: the flat index of slot 0 of every sequence's heads, in K and in V."""
-    return torch.arange(2 * batch * kv_heads, device=device).mul_(capacity).view(2, batch, 1, kv_heads)
+def slot_base(batch: int, kv_heads: int, capacity: int, device: torch.device, sides: int = 2) -> Tensor:
+    """[sides, b, 1, h_kv]: the flat index of slot 0 of every sequence's heads, in K and in V."""
+    return torch.arange(sides * batch * kv_heads, device=device).mul_(capacity).view(sides, batch, 1, kv_heads)
 
 
 def slot_index(positions: Tensor, base: Tensor) -> Tensor:
@@ -251,20 +251,11 @@ class DeltaState:
     `commit` then takes one prefix per sequence. Nothing of a rejected token survives.
     """
 
-    def __init__(
-        self,
-        batch: int,
-        heads: int,
-        dk: int,
-        dv: int,
-        kernel: int,
-        channels: int,
-        dtype: torch.dtype,
-        device: torch.device,
-    ):
-        self.heads = heads
-        self.conv = torch.zeros(batch, kernel - 1, channels, dtype=dtype, device=device)
-        self.recurrent = torch.zeros(batch * heads, dk, dv, dtype=torch.float32, device=device)
+    def __init__(self, batch: int, spec: DeltaSpec, dtype: torch.dtype, device: torch.device):
+        self.heads = spec.v_heads
+        self.conv = torch.zeros(batch, spec.conv_kernel - 1, spec.conv_dim, dtype=dtype, device=device)
+        size = (batch * spec.v_heads, spec.k_dim, spec.v_dim)
+        self.recurrent = torch.zeros(size, dtype=torch.float32, device=device)
         self._window: Tensor | None = None
         self._steps: Tensor | None = None
 

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from mtplab.checkpoint import Checkpoint
 from mtplab.errors import CheckpointError, ConfigError
-from mtplab.models.config import ROOTS, ModelConfig
+from mtplab.models.config import ROOTS
+from mtplab.models.families import family_of
+from mtplab.models.spec import ModelConfig
 from mtplab.quant.policy import QuantPolicy
 
 __all__ = ["check_cache", "check_policy", "scale_names"]
@@ -30,14 +32,16 @@ def check_cache(checkpoint: Checkpoint, config: ModelConfig, policy: QuantPolicy
 
 def check_policy(config: ModelConfig, policy: QuantPolicy, part: str = "target") -> None:
     """Raises ConfigError where such a model's cache cannot be kept so, of the "target" or the "draft"."""
-    for side in policy.sides:
-        side.storage.check_head_dim(config.head_dim)
+    layers = config.layers if part == "target" else config.draft_layers
+    for dim in sorted({each.rows.dim for each in layers if each.rows is not None}):
+        for side in policy.sides:
+            side.storage.check_head_dim(dim)
     if policy.kept and part != "target":
         raise ConfigError(
             f"the draft's quant_policy is {policy.name}, which names layers of the target; use "
             f"{policy.everywhere.name} or none"
         )
-    attention = [i for i, kind in enumerate(config.layer_types) if kind == "full_attention"]
+    attention = list(config.attention)
     wrong = [layer for layer in policy.kept if layer not in attention]
     if wrong:
         raise ConfigError(
@@ -82,7 +86,12 @@ def _attention_layers(
 ) -> dict[int, str]:
     """Number → name on disk of the layers whose KV cache the policy quantises."""
     if part != "target":
-        return {i: f"mtp.layers.{i}.self_attn" for i in range(config.mtp_layers)}
-    root = next((r for r in ROOTS if f"{r}embed_tokens.weight" in checkpoint.tensors), ROOTS[0])
-    kinds = enumerate(config.layer_types)
-    return {i: f"{root}layers.{i}.self_attn" for i, kind in kinds if kind == "full_attention" and i not in policy.kept}
+        layout = family_of(checkpoint.config)[0].layout
+        names = (layout.names(each.number, config.num_layers, _root(checkpoint)) for each in config.draft_layers)
+        return {i: f"{each.block}self_attn" for i, each in enumerate(names)}
+    root = _root(checkpoint)
+    return {i: f"{root}layers.{i}.self_attn" for i in config.attention if i not in policy.kept}
+
+
+def _root(checkpoint: Checkpoint) -> str:
+    return next((r for r in ROOTS if f"{r}embed_tokens.weight" in checkpoint.tensors), ROOTS[0])

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 
 import torch
 
-from mtplab.models.config import ModelConfig
+from mtplab.models.spec import AttentionSpec, ModelConfig
 from mtplab.quant.fp8_products import uses_kernels
 from mtplab.quant.policy import QuantPolicy
 
@@ -24,9 +24,10 @@ def decodes_with_kernels(
 ) -> bool:
     """Whether this device has the kernels and they take this model, computed in `dtype`, and caches of `policies`.
 
-    They take heads whose sizes are multiples of 16 up to 256, convolutions of 2 to 4 taps, K and V stored alike, FP8
-    with one scale for K and one for V of a layer, and, where a cache has scales and zeros beside its codes, those in
-    the dtype that is computed in or under float32; they have the checkpoint's dtype. There is no kernel for turboquant.
+    They take attention over all that came before, heads whose sizes are multiples of 16 up to 256, convolutions of 2 to
+    4 taps, K and V stored alike, FP8 with one scale for K and one for V of a layer, and, where a cache has scales and
+    zeros beside its codes, those in the dtype that is computed in or under float32; they have the checkpoint's dtype.
+    There is no kernel for turboquant.
     Raises ConfigError for a MTPLAB_KERNELS that cannot be obeyed.
     """
     kernels = uses_kernels(device)
@@ -36,10 +37,14 @@ def decodes_with_kernels(
         return False
     if not same and any(side.storage.meta for policy in policies for side in policy.sides):
         return False
-    sizes = {config.head_dim}
-    if "linear_attention" in config.layer_types:
-        sizes |= {config.linear_k_dim, config.linear_v_dim}
-        if config.conv_kernel not in _TAPS:
+    mixers = [layer.mixer for layer in (*config.layers, *config.draft_layers)]
+    attention = [mixer for mixer in mixers if mixer not in config.deltas]
+    if not all(isinstance(mixer, AttentionSpec) and mixer.window is None for mixer in attention):
+        return False
+    sizes = {mixer.head_dim for mixer in attention}
+    for delta in config.deltas:
+        sizes |= {delta.k_dim, delta.v_dim}
+        if delta.conv_kernel not in _TAPS:
             return False
     return kernels and all(size % _STEP == 0 and size <= _LARGEST for size in sizes)
 

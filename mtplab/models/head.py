@@ -34,31 +34,32 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from mtplab.models.cache import KVCache
+from mtplab.models.layers import DecoderLayer
 from mtplab.models.norm import RMSNorm
+from mtplab.models.part import Part
 from mtplab.models.passes import Pass
 from mtplab.quant.linear import PackedLinear
-
-if TYPE_CHECKING:
-    from mtplab.models.qwen3_5 import DecoderLayer
 
 __all__ = ["DraftModule", "Head"]
 
 
 @dataclass
-class DraftModule:
-    """norm both inputs → fc → one decoder layer → norm. Modules of a head may share any of these."""
+class DraftModule(Part):
+    """norm both inputs → fc → one decoder layer → norm → vocabulary head. Modules may share any of these."""
 
     norm_embedding: RMSNorm
     norm_hidden: RMSNorm
-    fc: PackedLinear  # [hidden, 2·hidden], the embedding's half first
+    fc: PackedLinear  # [hidden, 2·hidden]
     layer: DecoderLayer
     norm: RMSNorm
+    embedding: Tensor  # [v, hidden], the target's unless the file holds another
+    head: PackedLinear | None  # [v, hidden], None for the target's
 
 
 @dataclass
@@ -66,7 +67,10 @@ class Head:
     """The modules, in the order of the drafts. Steps count from 0 here: step 0 makes the first draft."""
 
     modules: list[DraftModule]
+    vocabulary: PackedLinear  # the target's head [v, hidden]
     chained: bool = True  # a module per depth reads what the one before gave, not the target's hidden state again
+    hidden_first: bool = False  # the hidden state's half of fc's input comes before the embedding's
+    first_masked: bool = False  # zeros stand in place of the embedding at position 0
 
     @property
     def per_depth(self) -> bool:
@@ -74,21 +78,27 @@ class Head:
         return len(self.modules) > 1
 
     def linears(self) -> Iterator[PackedLinear]:
-        """Every linear layer once, but the vocabulary head, which is the target's."""
-        found = {}
-        for module in self.modules:
-            found |= {id(each): each for each in (module.fc, *module.layer.linears())}
-        yield from found.values()
+        """Every linear layer once, but the vocabulary head where it is the target's."""
+        yield from {id(each): each for module in self.modules for each in module.linears()}.values()
+
+    def embed(self, tokens: Tensor, positions: Tensor, step: int = 0) -> Tensor:
+        """tokens and the slots they are read at, of one shape → that shape and [hidden]."""
+        found = F.embedding(tokens, self._at(step).embedding)
+        return found.masked_fill((positions == 0).unsqueeze(-1), 0.0) if self.first_masked else found
 
     def __call__(self, embedded: Tensor, hidden: Tensor, run: Pass, cache: KVCache, step: int = 0) -> Tensor:
         """embedded, hidden [padded rows, hidden] → the head's own hidden, before its norm."""
         module = self._at(step)
-        both = torch.cat([module.norm_embedding(embedded), module.norm_hidden(hidden)], dim=-1)
-        return module.layer(module.fc(both)[0], run, cache)
+        both = module.norm_embedding(embedded), module.norm_hidden(hidden)
+        return module.layer(module.fc(torch.cat(both[::-1] if self.hidden_first else both, dim=-1))[0], run, cache)
 
     def normed(self, hidden: Tensor, step: int = 0) -> Tensor:
-        """The module's norm: what the shared vocabulary head reads, and the next step by default."""
+        """The module's norm: what the vocabulary head reads, and the next step by default."""
         return self._at(step).norm(hidden)
+
+    def logits(self, normed: Tensor, step: int = 0) -> Tensor:
+        """[m, hidden] after the module's norm → [m, v]."""
+        return (self._at(step).head or self.vocabulary)(normed)[0]
 
     def _at(self, step: int) -> DraftModule:
         return self.modules[step % len(self.modules)]

@@ -28,12 +28,13 @@ def checkpoint_scales(model: Model, policy: QuantPolicy, part: str, which: int) 
     Raises ConfigError naming the layers without one, CheckpointError for one that is none.
     """
     names = scale_names(model.checkpoint, model.config, policy, part, which)
-    return {layer: _scale(model, name) for layer, name in names.items()}
+    c = model.config
+    rows = c.attention if part == "target" else {i: each.rows for i, each in enumerate(c.draft_layers)}
+    return {layer: _scale(model, name, rows[layer].heads) for layer, name in names.items()}
 
 
-def _scale(model: Model, name: str) -> Tensor:
+def _scale(model: Model, name: str, heads: int) -> Tensor:
     values = model.checkpoint.read(name).to(torch.float32).flatten()
-    heads = model.config.num_kv_heads
     if values.numel() not in (1, heads):
         raise CheckpointError(
             f"{model.checkpoint.path}: {name} has {values.numel()} numbers; expected one, or one for each of {heads} "

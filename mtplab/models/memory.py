@@ -19,9 +19,10 @@ from mtplab.config import DTYPES, MAX_DEPTH, EngineConfig, SpecConfig
 from mtplab.errors import CheckpointError, ConfigError
 from mtplab.models.asked import check_exclusions, load_settings, plan_arguments
 from mtplab.models.cache_fit import check_cache
-from mtplab.models.config import ModelConfig, parse_config
+from mtplab.models.config import parse_config
 from mtplab.models.held import DTYPE_BYTES, Held, held_weights, largest_product
 from mtplab.models.machine import available_memory
+from mtplab.models.spec import CacheRows, ModelConfig
 from mtplab.quant.policy import QuantPolicy, resolve_policy
 
 __all__ = ["Caches", "Memory", "Weights", "memory", "refuse_what_cannot_fit", "weights_in_memory"]
@@ -251,22 +252,21 @@ def _caches(
         check_cache(checkpoint, c, draft, "draft")
     deployed, size = DTYPE_BYTES[c.dtype], DTYPE_BYTES[weights.dtype]
     copies = weights.device.startswith("cpu")  # decoding on a GPU reads the codes themselves
-    linear = c.layer_types.count("linear_attention")
-    layers = [policy.at(i) for i, kind in enumerate(c.layer_types) if kind == "full_attention"]
+    layers = [(policy.at(i), rows) for i, rows in c.attention.items()]
     # here a head with a layer per depth has a cache for every draft, in an engine one for every layer
-    here, there = layers + [draft] * c.draft_caches(depth), layers + [draft] * (c.mtp_layers if depth else 0)
+    modules = [(draft, each.rows) for each in c.draft_layers]
+    here = layers + [modules[step % len(modules)] for step in range(c.draft_caches(depth))]
+    there = layers + (modules if depth else [])
 
-    def held(of: QuantPolicy) -> int:
-        sides = (side.storage for side in of.sides)
-        rows = sum(c.head_dim * (s.bits or 8 * size) // 8 + s.meta * deployed for s in sides)
-        return c.num_kv_heads * (rows + (2 * c.head_dim * size if of.quantised and copies else 0))
+    def held(of: QuantPolicy, each: CacheRows) -> int:
+        stored = (side.storage for side in of.sides[: each.sides])
+        rows = sum(each.dim * (s.bits or 8 * size) // 8 + s.meta * deployed for s in stored)
+        return each.heads * (rows + (each.sides * each.dim * size if of.quantised and copies else 0))
 
-    convolution = (c.conv_kernel - 1) * c.conv_dim * size
-    recurrent = 4 * c.linear_v_heads * c.linear_k_dim * c.linear_v_dim
     steps = depth + 2 if depth else 1
     return Caches(
         batch, context, depth, policy.name, draft.name,
-        sum(map(held, here)),
-        sum(each.bytes_per_token(c.num_kv_heads, c.head_dim, deployed) for each in there),
-        linear * (convolution + steps * recurrent),
+        sum(held(*each) for each in here),
+        sum(of.bytes_per_token(rows.heads, rows.dim, deployed, rows.sides) for of, rows in there),
+        sum(delta.conv_size * size + steps * 4 * delta.state_size for delta in c.deltas),
     )  # fmt: skip

@@ -16,14 +16,16 @@ from mtplab.checkpoint.strict_json import read_json_object
 from mtplab.config import EngineConfig, SpecConfig
 from mtplab.errors import CheckpointError, ConfigError, not_text
 from mtplab.models.asked import check_exclusions, load_settings, plan_arguments
+from mtplab.models.build import Target, build_head, build_target
 from mtplab.models.cache import DeltaState, KVCache
 from mtplab.models.cache_fit import check_policy
-from mtplab.models.config import ModelConfig, parse_config
+from mtplab.models.config import parse_config
+from mtplab.models.families import family_of
 from mtplab.models.head import Head
 from mtplab.models.machine import give_back, shortage_said
 from mtplab.models.memory import refuse_what_cannot_fit, weights_in_memory
 from mtplab.models.parameters import Parameters
-from mtplab.models.qwen3_5 import Target, build_head, build_target
+from mtplab.models.spec import CacheRows, ModelConfig
 from mtplab.quant.policy import QuantPolicy, resolve_policy
 
 if TYPE_CHECKING:
@@ -117,19 +119,19 @@ class Model:
 
     def kv_layer_bytes(self, policy: str | int | QuantPolicy, part: str = "target") -> list[int]:
         """The same layer by layer; 0 for a delta-rule layer, which keeps a state instead."""
-        c, chosen = self.config, resolve_policy(policy)
-        size = (c.num_kv_heads, c.head_dim, self.checkpoint_dtype.itemsize)
-        if part != "target":
-            return [chosen.bytes_per_token(*size)] * c.mtp_layers
-        kinds = enumerate(c.layer_types)
-        return [chosen.at(i).bytes_per_token(*size) if kind == "full_attention" else 0 for i, kind in kinds]
+        chosen, size = resolve_policy(policy), self.checkpoint_dtype.itemsize
+        if part == "target":
+            layers = [(chosen.at(each.number), each.rows) for each in self.config.layers]
+        else:
+            layers = [(chosen, each.rows) for each in self.config.draft_layers]
+        return [
+            0 if rows is None else own.bytes_per_token(rows.heads, rows.dim, size, rows.sides) for own, rows in layers
+        ]
 
     def state_bytes(self) -> int:
         """Bytes of delta-rule state per sequence: it does not grow with the context and is never quantised."""
-        c = self.config
-        conv = (c.conv_kernel - 1) * c.conv_dim * self.checkpoint_dtype.itemsize
-        recurrent = c.linear_v_heads * c.linear_k_dim * c.linear_v_dim * 4
-        return c.layer_types.count("linear_attention") * (conv + recurrent)
+        size = self.checkpoint_dtype.itemsize
+        return sum(delta.conv_size * size + delta.state_size * 4 for delta in self.config.deltas)
 
     def target_caches(
         self, batch: int, capacity: int, policy: QuantPolicy, kernels: bool = False
@@ -138,10 +140,10 @@ class Model:
         for a policy that does not fit, or whose scales are not there (`decode/calibration.py` finds them)."""
         check_policy(self.config, policy)
         return [
-            self._kv_cache(batch, capacity, policy, kernels, layer)
-            if kind == "full_attention"
-            else self._delta_state(batch)
-            for layer, kind in enumerate(self.config.layer_types)
+            self._kv_cache(batch, capacity, policy, kernels, layer.number, layer.rows)
+            if layer.rows is not None
+            else DeltaState(batch, layer.mixer, self.dtype, self.device)
+            for layer in self.config.layers
         ]
 
     def draft_caches(
@@ -151,31 +153,14 @@ class Model:
         likewise."""
         c = self.config
         check_policy(c, policy, "draft")
-        return [
-            self._kv_cache(batch, capacity, policy, kernels, step % c.mtp_layers)
-            for step in range(c.draft_caches(depth))
-        ]
+        steps = (step % c.mtp_layers for step in range(c.draft_caches(depth)))
+        return [self._kv_cache(batch, capacity, policy, kernels, i, c.draft_layers[i].rows) for i in steps]
 
-    def _kv_cache(self, batch: int, capacity: int, policy: QuantPolicy, kernels: bool, layer: int) -> KVCache:
-        c, own = self.config, policy.at(layer)
-        return KVCache(
-            own,
-            batch,
-            c.num_kv_heads,
-            capacity,
-            c.head_dim,
-            self.dtype,
-            self.checkpoint_dtype,
-            self.device,
-            kernels,
-            own.scales_of(layer),
-        )
-
-    def _delta_state(self, batch: int) -> DeltaState:
-        c = self.config
-        return DeltaState(
-            batch, c.linear_v_heads, c.linear_k_dim, c.linear_v_dim, c.conv_kernel, c.conv_dim, self.dtype, self.device
-        )
+    def _kv_cache(
+        self, batch: int, capacity: int, policy: QuantPolicy, kernels: bool, layer: int, rows: CacheRows
+    ) -> KVCache:
+        own, dtypes = policy.at(layer), (self.dtype, self.checkpoint_dtype)
+        return KVCache(own, batch, rows, capacity, *dtypes, self.device, kernels, own.scales_of(layer))
 
 
 def load_model(
@@ -238,7 +223,8 @@ def load_configured(
         refuse_what_cannot_fit(checkpoint, weights_in_memory(checkpoint, plan, engine, config))
     parameters = Parameters(checkpoint, plan, compute, where, engine.activation_rounding)
     with shortage_said(checkpoint.path), torch.inference_mode():
-        target, draft = build_target(config, parameters), build_head(config, parameters)
+        target = build_target(config, parameters)
+        draft = build_head(config, family_of(checkpoint.config)[0], parameters, target)
     give_back()
     return Model(
         config=config,

@@ -39,11 +39,14 @@ class Parameters:
         found = [r for r in ROOTS if f"{r}embed_tokens.weight" in checkpoint.tensors]
         if len(found) != 1:
             raise CheckpointError(
-                f"{checkpoint.path}: found {'both' if found else 'neither'} of "
-                f"{' and '.join(f'{r}embed_tokens.weight' for r in ROOTS)}; expected exactly one, the embedding of "
+                f"{checkpoint.path}: found {len(found) or 'none'} of "
+                f"{', '.join(f'{r}embed_tokens.weight' for r in ROOTS)}; expected exactly one, the embedding of "
                 "the text model"
             )
         self.root = found[0]
+        # some wrappers hold the whole text model under their own root
+        wrapped = "language_model.lm_head"
+        self.lm_head = wrapped if f"{wrapped}.weight" in checkpoint.tensors else "lm_head"
 
     def has(self, name: str) -> bool:
         """Whether the checkpoint has a tensor of this name."""
@@ -56,9 +59,13 @@ class Parameters:
         self._fill(self.checkpoint.tensors[name], partial(self.checkpoint.bands, name), out)
         return out
 
-    def one_plus(self, name: str, size: int) -> Tensor:
-        """1 + w of a zero-centred RMSNorm [size], in float32: 1 + w does not fit BF16's mantissa."""
-        return 1.0 + self.vector(name, (size,), torch.float32)
+    def same(self, name: str, other: str) -> bool:
+        """Whether two tensors of the file hold the same bytes; False where either is not there."""
+        both = [self.checkpoint.tensors.get(each) for each in (name, other)]
+        if None in both or both[0].shape != both[1].shape or both[0].dtype != both[1].dtype:
+            return False
+        mine, its = (self.checkpoint.read(each).view(torch.uint8) for each in (name, other))
+        return torch.equal(mine, its)
 
     def linear(self, members: list[tuple[str, int]], in_features: int) -> PackedLinear:
         """Weights that share an input: (module name, out features) each, with the plan's dtype and rounding."""

@@ -12,8 +12,19 @@ from torch import Tensor
 
 from mtplab.models.attend import attention_bias, padded_key_length
 from mtplab.models.cache import slot_base, slot_index
-from mtplab.models.config import ModelConfig
+from mtplab.models.rotary import rotary_table
 from mtplab.models.rows import pad_rows, row_count
+from mtplab.models.spec import Geometry, ModelConfig
+
+
+@dataclass(frozen=True)
+class View:
+    """What attention layers of one geometry see of a pass."""
+
+    cos: Tensor  # [b, t, 1, rotary]
+    sin: Tensor  # [b, t, 1, rotary], negated at the first feature of each pair
+    slots: Tensor | None  # [sides·b·t·h_kv], None for kernels
+    bias: Tensor | None  # [b, t·group, key_length]
 
 
 @dataclass(frozen=True)
@@ -28,11 +39,8 @@ class Pass:
     batch: int
     tokens: int
     exact: bool
-    cos: Tensor  # [b, t, 1, rotary]
-    sin: Tensor  # [b, t, 1, rotary], the first half negated
-    slots: Tensor | None  # [2·b·t·h_kv], None for kernels
+    views: tuple[View, ...]  # one for each of the model's geometries
     key_length: int
-    bias: Tensor | None  # [b, t·group, key_length]
     valid: Tensor | None
     kernels: bool  # decoding, with Triton's kernels
     positions: Tensor  # [b, t]
@@ -80,16 +88,11 @@ class PassMaker:
         """`most_tokens`: of a sequence in any decoding pass; kernels then treat a token alike in all of them.
         `kernels`: decoding passes run Triton's (`choice.decodes_with_kernels`)."""
         self.most_tokens, self.kernels = most_tokens, kernels
-        self.config, self.capacity, self.device = config, capacity, device
-        half = torch.arange(0, config.rotary_dim, 2, dtype=torch.float32, device=device)
-        inverse = 1.0 / (config.rope_theta ** (half / config.rotary_dim))
-        angle = torch.arange(capacity, dtype=torch.float32, device=device)[:, None] * inverse
-        cos, sin = angle.cos(), angle.sin()
-        # x·cos + swap_halves(x)·sin, with the sign of the rotation folded into the table: [capacity, 2, 1, rotary]
-        self._rotary = torch.stack([torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)], 1).to(dtype).unsqueeze(2)
-        self._base: Tensor | None = None
+        self.geometries, self.capacity, self.device, self._dtype = config.geometries, capacity, device, dtype
+        tables = {each.rotary: rotary_table(each.rotary, capacity, dtype, device) for each in self.geometries}
+        self._rotary = [tables[each.rotary] for each in self.geometries]
+        self._bases: list[Tensor] = []
         self._keys = torch.arange(capacity, device=device)
-        self._dtype = dtype
 
     def make(
         self,
@@ -108,25 +111,28 @@ class PassMaker:
         b, t = positions.shape
         length = key_length or min(padded_key_length(longest, exact), self.capacity)
         kernels = self.kernels and valid is None  # which find their own way by positions
-        bias = slots = None
         # a single query sees every slot that is read, unless whole buckets are
-        if not kernels and not (b == 1 and t == 1 and length == longest and key_length is None):
-            group = self.config.num_heads // self.config.num_kv_heads
-            bias = attention_bias(positions, self._keys[:length], group, self._dtype)
-        if not kernels:
-            if self._base is None or self._base.shape[1] != (room or b):
-                self._base = slot_base(room or b, self.config.num_kv_heads, self.capacity, self.device)
-            slots = slot_index(positions, self._base[:, :b])
-        cos, sin = self._rotary[positions].unbind(2)
+        whole = b == 1 and t == 1 and length == longest and key_length is None
+        if not kernels and (not self._bases or self._bases[0].shape[1] != (room or b)):
+            shapes = [each.rows for each in self.geometries]
+            self._bases = [slot_base(room or b, r.heads, self.capacity, self.device, r.sides) for r in shapes]
+        views = []
+        for i, geometry in enumerate(self.geometries):
+            cos, sin = self._rotary[i][positions].unbind(2)
+            views.append(
+                View(
+                    cos,
+                    sin,
+                    None if kernels else slot_index(positions, self._bases[i][:, :b]),
+                    None if kernels else self._bias(geometry, positions, length, longest, whole),
+                )
+            )
         return Pass(
             batch=b,
             tokens=t,
             exact=exact,
-            cos=cos,
-            sin=sin,
-            slots=slots,
+            views=tuple(views),
             key_length=length,
-            bias=bias,
             valid=valid,
             kernels=kernels,
             positions=positions,
@@ -134,3 +140,8 @@ class PassMaker:
             most_tokens=max(self.most_tokens, t),
             places=None if valid is None else (self._keys[:t] < valid[:, None]).flatten().nonzero().flatten(),
         )
+
+    def _bias(self, each: Geometry, positions: Tensor, length: int, longest: int, whole: bool) -> Tensor | None:
+        if whole and (each.window is None or longest <= each.window):
+            return None
+        return attention_bias(positions, self._keys[:length], each.group, self._dtype, each.window)

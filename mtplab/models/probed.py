@@ -16,10 +16,12 @@ import torch
 from torch import Tensor
 
 from mtplab.errors import ConfigError
+from mtplab.models.build import Target
 from mtplab.models.head import DraftModule, Head
+from mtplab.models.layers import DecoderLayer
 from mtplab.models.model import Model
 from mtplab.models.norm import RMSNorm
-from mtplab.models.qwen3_5 import DecoderLayer, Target
+from mtplab.models.spec import MixtureSpec
 from mtplab.models.variant import exchanged
 from mtplab.quant.experts import Experts
 from mtplab.quant.linear import PackedLinear
@@ -53,7 +55,7 @@ class Recorder:
         return found
 
 
-class _Probe:
+class _Probe(PackedLinear):
     """A packed linear layer and the same in FP8: the first one's outputs, differentiable."""
 
     def __init__(self, plain: PackedLinear, quantised: PackedLinear, recorder: Recorder):
@@ -124,7 +126,7 @@ def probed(model: Model, quantised: Model) -> tuple[Target, Head | None, Recorde
     pairs = dict(zip(map(id, _linears(model)), _linears(quantised), strict=True))
 
     def swap(packed: PackedLinear) -> PackedLinear:
-        return _Probe(packed, pairs[id(packed)], recorder)  # type: ignore[return-value]
+        return _Probe(packed, pairs[id(packed)], recorder)
 
     target, draft = exchanged(model, swap, _no_experts)
     target = replace(target, layers=[_plain_layer(layer) for layer in target.layers], norm=_plain(target.norm))
@@ -133,7 +135,7 @@ def probed(model: Model, quantised: Model) -> tuple[Target, Head | None, Recorde
     return target, draft, recorder
 
 
-def _no_experts(experts: Experts) -> Experts:
+def _no_experts(experts: Experts, spec: MixtureSpec) -> Experts:
     # their rows are not the pass's rows, and whose each is would have to follow them
     raise ConfigError(
         "a mixture of experts has no estimate from gradients here: measure its modules, without --estimate or "

@@ -6,8 +6,6 @@ otherwise are built anew from the checkpoint. Knows nothing of why a module is t
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -15,12 +13,12 @@ import torch
 
 from mtplab.config import EngineConfig, SpecConfig
 from mtplab.models.asked import plan_arguments
+from mtplab.models.build import Target
 from mtplab.models.head import Head
-from mtplab.models.layers import MLP, Attention
-from mtplab.models.mixture import Mixture
 from mtplab.models.model import Model
 from mtplab.models.parameters import Parameters
-from mtplab.models.qwen3_5 import DecoderLayer, Target
+from mtplab.models.part import Swap, SwapExperts
+from mtplab.models.spec import MixtureSpec
 from mtplab.quant.experts import Experts
 from mtplab.quant.linear import PackedLinear
 
@@ -47,24 +45,24 @@ def with_exclusions(model: Model, exclude: Any, draft_exclude: Any = None, model
 
 def exchanged(
     model: Model,
-    swap: Callable[[PackedLinear], PackedLinear],
-    experts: Callable[[Experts], Experts] = lambda experts: experts,
+    swap: Swap,
+    experts: SwapExperts = lambda experts, spec: experts,
 ) -> tuple[Target, Head | None]:
     """The target and the head with other packed linear layers (and other experts), everything else shared."""
-    layers = [_layer(each, swap, experts) for each in model.target.layers]
-    target = replace(model.target, layers=layers, head=swap(model.target.head))
-    if model.draft is None:
-        return target, None
     made: dict[int, PackedLinear] = {}
 
     def once(packed: PackedLinear) -> PackedLinear:
-        # modules of a head may share a layer
+        # modules of a head may share a layer, and have the target's vocabulary head
         if id(packed) not in made:
             made[id(packed)] = swap(packed)
         return made[id(packed)]
 
-    modules = [replace(each, fc=once(each.fc), layer=_layer(each.layer, once, experts)) for each in model.draft.modules]
-    return target, replace(model.draft, modules=modules)
+    layers = [each.exchanged(once, experts) for each in model.target.layers]
+    target = replace(model.target, layers=layers, head=once(model.target.head))
+    if model.draft is None:
+        return target, None
+    modules = [each.exchanged(once, experts) for each in model.draft.modules]
+    return target, replace(model.draft, modules=modules, vocabulary=target.head)
 
 
 class _Swap:
@@ -72,8 +70,7 @@ class _Swap:
 
     def __init__(self, model: Model, parameters: Parameters) -> None:
         self._before, self._after, self._parameters = model.plan.by_name, parameters.plan.by_name, parameters
-        c = model.config
-        self._sizes = c.num_experts, c.expert_size, c.hidden_size
+        self._hidden = model.config.hidden_size
 
     def __call__(self, packed: PackedLinear) -> PackedLinear:
         # a head tied to the embedding is no module of its own
@@ -84,31 +81,13 @@ class _Swap:
         members = [(name, shape[0]) for name, shape in zip(packed.names, shapes, strict=True)]
         return self._parameters.linear(members, shapes[0][1])
 
-    def experts(self, experts: Experts) -> Experts:
+    def experts(self, experts: Experts, spec: MixtureSpec) -> Experts:
         """A layer's experts as the new plan has them: all of them anew where one changes."""
         if all(_treatment(self._before[name]) == _treatment(self._after[name]) for name in experts.names):
             return experts
         at = experts.names[0].partition(".experts.")[0]
-        return self._parameters.experts(f"{at}.experts", *self._sizes)
+        return self._parameters.experts(f"{at}.experts", spec.count, spec.size, self._hidden)
 
 
 def _treatment(module: Any) -> tuple[Any, ...]:
     return module.weight, module.activation, module.scale, module.block, module.activation_group, module.input_scale
-
-
-def _layer(layer: DecoderLayer, swap: Callable, experts: Callable) -> DecoderLayer:
-    mixer = copy.copy(layer.mixer)
-    if isinstance(mixer, Attention):
-        mixer.qkv = swap(mixer.qkv)
-    else:
-        mixer.inputs = swap(mixer.inputs)
-    mixer.out = swap(mixer.out)
-    return replace(layer, mixer=mixer, mlp=_feed(layer.mlp, swap, experts))
-
-
-def _feed(feed: MLP | Mixture, swap: Callable, experts: Callable) -> MLP | Mixture:
-    if isinstance(feed, MLP):
-        return MLP(swap(feed.gate_up), swap(feed.down))
-    shared = MLP(swap(feed.shared.gate_up), swap(feed.shared.down))
-    parts = swap(feed.router), experts(feed.experts), shared, swap(feed.shared_gate)
-    return Mixture(*parts, feed.count, feed.top_k)

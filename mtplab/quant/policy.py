@@ -137,14 +137,16 @@ class QuantPolicy:
         """The same with these scales by layer."""
         return replace(self, scales=scales)
 
-    def bytes_per_token(self, kv_heads: int, head_dim: int, dtype_bytes: int) -> int:
+    def bytes_per_token(self, kv_heads: int, head_dim: int, dtype_bytes: int, sides: int = 2) -> int:
         """Bytes that one token's K and V take in one layer that is not kept: codes, and what lies beside each row.
+
+        `sides` 1: one row serves as both (MLA), stored as K is.
 
         `dtype_bytes` is the size of the checkpoint's dtype, in which scales, zeros and norms are kept, and unquantised
         values are counted (a run in another compute dtype holds them in that). FP8's scales are a layer's, not a
         token's, and are not counted.
         """
-        sizes = ((side.storage.bits or dtype_bytes * 8, side.storage.meta) for side in self.sides)
+        sizes = ((side.storage.bits or dtype_bytes * 8, side.storage.meta) for side in self.sides[:sides])
         return sum(kv_heads * (head_dim * bits // 8 + meta * dtype_bytes) for bits, meta in sizes)
 
     def __str__(self) -> str:

@@ -13,7 +13,7 @@ import ipywidgets as widgets
 
 from mtplab.report.acceptance_figures import acceptance_chart
 from mtplab.report.panels import Panel, Progress
-from mtplab.report.tables import html_table
+from mtplab.report.table import html_table
 from mtplab.report.text import plain
 from mtplab.study.acceptance_set import AcceptanceSet
 from mtplab.study.acceptance_views import VIEWS, View
@@ -21,8 +21,6 @@ from mtplab.study.acceptance_views import VIEWS, View
 __all__ = ["AcceptancePanel"]
 
 ALL, APART = "\0all", "\0apart"
-_LABEL = {"description_width": "150px"}
-_WIDE = {"width": "min(520px, 98%)"}
 
 
 class AcceptancePanel(Panel):
@@ -50,10 +48,8 @@ class AcceptancePanel(Panel):
 
     def inputs(self) -> dict[str, widgets.Widget]:
         """The widgets that choose: view, temperature, domain, depths, a gate's threshold, a schedule's switch."""
-        wide = widgets.Layout(**_WIDE)
-
         def choice(label: str, options: Any) -> widgets.Dropdown:
-            return widgets.Dropdown(options=options, description=label, style=_LABEL, layout=wide)
+            return widgets.Dropdown(options=options, description=label, **self.look())
 
         deepest = self.found.depths[-1]
         longest = max(int(one.starts.max(initial=0)) for one in self.found) + 1
@@ -68,13 +64,13 @@ class AcceptancePanel(Panel):
             "temperature": choice("Temperature", temperatures),
             "domain": choice("Domain", [("all prompts", ALL), *domains]),
             "depths": widgets.IntRangeSlider(
-                value=(1, deepest), min=0, max=deepest, description="Depths", style=_LABEL, layout=wide
+                value=(1, deepest), min=0, max=deepest, description="Depths", **self.look()
             ),
             "confidence": widgets.FloatSlider(
-                value=0.5, min=0.0, max=1.0, step=0.05, description="Gate: confidence", style=_LABEL, layout=wide
+                value=0.5, min=0.0, max=1.0, step=0.05, description="Gate: confidence", **self.look()
             ),
             "switch": widgets.IntSlider(
-                value=longest // 2, min=0, max=longest, description="Schedule: switch at", style=_LABEL, layout=wide
+                value=longest // 2, min=0, max=longest, description="Schedule: switch at", **self.look()
             ),
         }
 

@@ -14,13 +14,14 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from matplotlib.ticker import MaxNLocator
 
-from mtplab.report.figures import WIDTH, new_figure, style_axes
-from mtplab.report.palette import DASHES, GRID, INK, MARKERS, PAPER, SERIES
+from mtplab.report.figures import WIDTH, line_style, new_figure, style_axes, style_cells
+from mtplab.report.palette import GRID, INK, MARKERS, PAPER, SERIES
 from mtplab.report.picture import Picture
 from mtplab.report.text import plain, plot_label
 from mtplab.study.advice import Advice, Cell
 from mtplab.study.cost import BINDS
 from mtplab.study.curve import Curve
+from mtplab.study.words import DEPTH
 
 __all__ = ["advice_pictures", "best_depth_map", "lengths_by_depth", "round_parts", "speedup_by_depth"]
 
@@ -42,7 +43,7 @@ def lengths_by_depth(curves: Mapping[str, Curve]) -> Picture:
     """Tokens a round by depth, one line each; the dotted line is what a head that is always right would give."""
     figure = new_figure(3.8)
     axes = figure.add_subplot()
-    style_axes(axes, "What a round gives", "Draft depth k (draft tokens per round)", "Tokens a round (bonus counted)")
+    style_axes(axes, "What a round gives", DEPTH, "Tokens a round (bonus counted)")
     deepest = max(max(curve.depths) for curve in curves.values())
     axes.plot([0, deepest], [1, deepest + 1], color=INK, linewidth=1.0, linestyle=(0, (1, 2)), label="always right")
     said = []
@@ -92,11 +93,10 @@ def _labelled(advice: Advice | Mapping[str, Advice]) -> dict[str, Advice]:
 
 
 def _line(index: int) -> dict[str, Any]:
-    dash = DASHES[index % len(DASHES)]
     return {
         "color": SERIES[index % len(SERIES)],
         "marker": MARKERS[index % len(MARKERS)],
-        "linestyle": "-" if dash is None else (0, dash),
+        "linestyle": line_style(index),
         "linewidth": 1.8,
         "markersize": 6,
         "markeredgecolor": PAPER,
@@ -104,7 +104,7 @@ def _line(index: int) -> dict[str, Any]:
 
 
 def _speedups(axes: Axes, found: Mapping[str, Advice]) -> str:
-    style_axes(axes, "Speed-up by depth (model)", "Draft depth k (draft tokens per round)", "Times plain decoding")
+    style_axes(axes, "Speed-up by depth (model)", DEPTH, "Times plain decoding")
     axes.axhline(1, color=INK, linewidth=1.2, linestyle=(0, (6, 3)))
     said = []
     for index, (label, advice) in enumerate(found.items()):
@@ -129,9 +129,9 @@ def _speedups(axes: Axes, found: Mapping[str, Advice]) -> str:
 
 
 def _map(axes: Axes, cells: Sequence[Sequence[Cell]], title: str) -> str:
-    axes.set_title(
-        plot_label(title, 70) or "Best depth (speed-up)", loc="left", fontsize=12, fontweight="bold", color=INK
-    )
+    contexts, batches = [f"{cell.context:,}" for cell in cells[0]], [str(line[0].batch) for line in cells]
+    name = plot_label(title, 70) or "Best depth (speed-up)"
+    style_cells(axes, name, "Context (tokens a sequence)", contexts, "Batch (sequences)", batches)
     deepest = max((cell.depth or 0 for line in cells for cell in line), default=0) or 1
     for y, line in enumerate(cells):
         for x, cell in enumerate(line):
@@ -140,15 +140,6 @@ def _map(axes: Axes, cells: Sequence[Sequence[Cell]], title: str) -> str:
             axes.add_patch(Rectangle((x - 0.5, y - 0.5), 1, 1, facecolor=colour, edgecolor=PAPER, linewidth=2))
             text = "does not fit" if cell.depth is None else f"{cell.depth} ({cell.speedup:.2f}×)"
             axes.text(x, y, text, ha="center", va="center", fontsize=9, color=INK)
-    axes.set_xlim(-0.5, len(cells[0]) - 0.5)
-    axes.set_ylim(len(cells) - 0.5, -0.5)
-    axes.set_xticks(range(len(cells[0])), [f"{cell.context:,}" for cell in cells[0]])
-    axes.set_yticks(range(len(cells)), [str(line[0].batch) for line in cells])
-    axes.set_xlabel("Context (tokens a sequence)", fontsize=11, color=INK)
-    axes.set_ylabel("Batch (sequences)", fontsize=11, color=INK)
-    axes.tick_params(labelsize=10, colors=INK, length=0)
-    for side in axes.spines.values():
-        side.set_visible(False)
     rows = []
     for line in cells:
         each = ", ".join(
@@ -160,7 +151,7 @@ def _map(axes: Axes, cells: Sequence[Sequence[Cell]], title: str) -> str:
 
 
 def _parts(axes: Axes, advice: Advice) -> str:
-    style_axes(axes, "What a round's time goes to (model)", "Draft depth k (draft tokens per round)", "Milliseconds")
+    style_axes(axes, "What a round's time goes to (model)", DEPTH, "Milliseconds")
     depths = [line.depth for line in advice.lines]
     base = [0.0] * len(depths)
     keys = [key for key in BINDS if any(line.cost.parts[key] > 0.005 * line.cost.seconds for line in advice.lines)]

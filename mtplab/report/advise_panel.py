@@ -25,8 +25,6 @@ from mtplab.study.models_catalogue import MODELS, model
 
 __all__ = ["AdvisePanel"]
 
-_LABEL = {"description_width": "190px"}
-_WIDE = {"width": "min(520px, 98%)"}
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 CONTEXTS = (512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
 _MAP = ((1, 8, 32, 128), (1024, 8192, 65536))
@@ -45,6 +43,7 @@ class AdvisePanel(Panel):
 
     title = "What depth pays"
     run_label = "Show"
+    label_width = "190px"
 
     def __init__(self, curves: Mapping[str, Curve] | None = None, chosen: str | None = None):
         self._curves = dict(curves or {})
@@ -57,12 +56,11 @@ class AdvisePanel(Panel):
 
     def inputs(self) -> dict[str, widgets.Widget]:
         def choice(label: str, options: Any, value: Any) -> widgets.Dropdown:
-            layout = widgets.Layout(**_WIDE)
-            return widgets.Dropdown(options=options, value=value, description=label, style=_LABEL, layout=layout)
+            return widgets.Dropdown(options=options, value=value, description=label, **self.look())
 
         share = widgets.FloatSlider(
-            min=0.0, max=1.0, step=0.01, value=0.8, description="Share, where assumed", style=_LABEL,
-            layout=widgets.Layout(**_WIDE), continuous_update=False,
+            min=0.0, max=1.0, step=0.01, value=0.8, description="Share, where assumed", continuous_update=False,
+            **self.look(),
         )  # fmt: skip
         curves = [("one share at every position", ""), *((plain(label), label) for label in self._curves)]
         return {
@@ -78,8 +76,8 @@ class AdvisePanel(Panel):
         }
 
     def layout(self) -> widgets.Widget:
-        head = widgets.HTML(f"<b>{self.title}</b>")
-        return widgets.VBox([head, *self._widgets.values(), self.actions(), self.advice, self.figure, self.table])
+        shown = [self.actions(), self.advice, self.figure, self.table]
+        return widgets.VBox([self.head(), *self._widgets.values(), *shown])
 
     def work(self, config: Mapping[str, Any], progress: Progress, cancel: threading.Event) -> Any:
         chosen = config["curve"]

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from mtplab.report.tables import html_table
+from mtplab.report.table import html_table
 from mtplab.study.advice import Advice
-from mtplab.study.numbers import percent
 from mtplab.study.published import Compared
 
 __all__ = ["advice_table", "published_table"]
@@ -31,12 +30,9 @@ def published_table(compared: Sequence[Compared]) -> str:
     rows = []
     for one in compared:
         point = one.point
-        unit, digits = ("×", 2) if point.depth else (" tokens/s", 0)
         where = (
             f"{point.model}, {point.weights}, {point.tp} × {point.gpu}, batch {point.batch}, context {point.context:,}"
         )
-        numbers = (f"{point.value:.{digits}f}{unit}", f"{one.modelled:.{digits}f}{unit}")
-        off = percent(one.deviation, sign=True)
-        rows.append([where, point.depth, *numbers, off, "explained" if point.why else ""])
+        rows.append([where, point.depth, *one.cells, "explained" if point.why else ""])
     head = ["Where", "Depth", "Published", "Model", "Off by", "Why"]
     return html_table(head, rows, "The model against published measurements", height="28em")

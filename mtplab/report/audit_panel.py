@@ -17,19 +17,17 @@ from mtplab.checkpoint.audit.html import engines_html, findings_html
 from mtplab.checkpoint.audit.sizes import part_shown
 from mtplab.checkpoint.lenses import recommended_exclusions, views_of
 from mtplab.report.maps import checkpoint_map, map_key
+from mtplab.report.module_globs import module_globs
+from mtplab.report.opened import opened_checkpoint
 from mtplab.report.panels import Panel, Progress
-from mtplab.report.sweep_panel import module_globs
-from mtplab.report.tables import html_table
-from mtplab.report.text import escape, human_bytes, plain
+from mtplab.report.table import html_table
+from mtplab.report.text import human_bytes, plain
 
 __all__ = ["AuditPanel"]
 
 AS_IS, NOTHING, OWN = "as in the file", "an empty list", "picked below"
 RECOMMENDED = "the one under which engines agree"
 EDIT, WRITE = "only the list is edited", "the checkpoint is written again"
-
-_LABEL = {"description_width": "130px"}
-_WIDE = {"width": "min(480px, 98%)"}
 
 
 class AuditPanel(Panel):
@@ -44,14 +42,12 @@ class AuditPanel(Panel):
 
     title = "Audit"
     run_label = "Show"
+    label_width = "130px"
+    input_width = "min(480px, 98%)"
 
     def __init__(self, checkpoint: Any):
-        if not callable(getattr(checkpoint, "audit", None)):
-            from mtplab.checkpoint import open_checkpoint
-
-            checkpoint = open_checkpoint(checkpoint, lenient=True)
-        self.checkpoint = checkpoint
-        self._globs = module_globs(checkpoint.look())
+        self.checkpoint = opened_checkpoint(checkpoint, lenient=True)
+        self._globs = module_globs(self.checkpoint.look())
         self.findings = widgets.HTML()
         super().__init__()
         self.follow()
@@ -68,27 +64,25 @@ class AuditPanel(Panel):
         """The widgets that choose: what is supposed, under which list, of which modules."""
         return {
             "what": widgets.ToggleButtons(
-                options=self._suppositions(), description="Suppose", style=_LABEL
+                options=self._suppositions(), description="Suppose", style=self.look()["style"]
             ),
             "exclude": widgets.Dropdown(
                 options=(AS_IS, NOTHING, RECOMMENDED, OWN),
                 description="Exclusion list",
-                style=_LABEL,
-                layout=widgets.Layout(**_WIDE),
+                **self.look(),
             ),
             "modules": widgets.SelectMultiple(
                 options=[(plain(glob), glob) for glob in self._globs],
                 description="Modules",
                 rows=8,
-                style=_LABEL,
-                layout=widgets.Layout(**_WIDE),
+                **self.look(),
             ),
         }
 
     def layout(self) -> widgets.Widget:
         """Choices above, then sizes, engines and findings, then the map."""
-        head = widgets.HTML(f"<b>{escape(self.title)}</b>")
-        return widgets.VBox([head, *self._widgets.values(), self.actions(), self.table, self.findings, self.figure])
+        shown = [self.actions(), self.table, self.findings, self.figure]
+        return widgets.VBox([self.head(), *self._widgets.values(), *shown])
 
     def work(self, config: Mapping[str, Any], progress: Progress, cancel: threading.Event) -> Audit:
         """The audit under the choice. Raises MtplabError where the checkpoint allows no such choice."""

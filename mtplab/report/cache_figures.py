@@ -13,13 +13,13 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, MaxNLocator, NullLocator
 
 from mtplab.checkpoint.text_table import scrolling
-from mtplab.report.figures import WIDTH, new_figure, style_axes
-from mtplab.report.palette import INK, MARKERS, PAPER, policy_colours
+from mtplab.report.figures import WIDTH, new_figure, style_axes, style_cells
+from mtplab.report.palette import GRID, INK, MARKERS, PAPER, policy_colours
 from mtplab.report.picture import Picture
 from mtplab.report.text import escape, plain, plot_label
 from mtplab.study.cache_study import CacheLine, CacheStudy, context_edges
 from mtplab.study.numbers import NATS, plus_minus, rounded
-from mtplab.study.words import cache_words
+from mtplab.study.words import DEPTH, cache_words, signed
 
 __all__ = ["MEASURES", "cache_bytes_and_cost", "cache_by_context", "cache_pictures", "cache_table", "draft_cache_grid"]
 
@@ -125,10 +125,10 @@ def draft_cache_grid(study: CacheStudy, depth: int) -> Picture:
     columns: list[tuple[str, str | None]] = [("as the target's", None), *((cache_words(name), name) for name in drafts)]
     figure = new_figure(0.9 + 0.5 * len(targets))
     axes = figure.add_subplot()
-    axes.set_title(
-        f"Tokens a round, depth {depth}; change from an unquantised draft's cache", loc="left", fontsize=12,
-        fontweight="bold", color=INK,
-    )  # fmt: skip
+    title = f"Tokens a round, depth {depth}; change from an unquantised draft's cache"
+    drafted = [plot_label(words, 22) for words, _ in columns]
+    served = [plot_label(cache_words(name), 26) for name in targets]
+    style_cells(axes, title, "Draft's KV cache", drafted, "Target's KV cache", served)
     said = []
     for y, target in enumerate(targets):
         for x, (words, draft) in enumerate(columns):
@@ -139,22 +139,13 @@ def draft_cache_grid(study: CacheStudy, depth: int) -> Picture:
             beyond = False
             if change is not None and line.draft_policy != "none":
                 half = change[1]
-                text += f"  {change[0]:+.2f}".replace("-", "−") + ("" if half is None else f" ± {half:.2f}")
+                text += f"  {signed(change[0])}" + ("" if half is None else f" ± {half:.2f}")
                 beyond = half is not None and abs(change[0]) > half
             weight = "bold" if beyond else "normal"
             axes.text(x, y, text, ha="center", va="center", fontsize=10, color=INK, weight=weight)
             said.append(f"target {plain(cache_words(target))}, draft {plain(words)}: {text}")
-    axes.set_xlim(-0.5, len(columns) - 0.5)
-    axes.set_ylim(len(targets) - 0.5, -0.5)
-    axes.set_xticks(range(len(columns)), [plot_label(words, 22) for words, _ in columns])
-    axes.set_yticks(range(len(targets)), [plot_label(cache_words(name), 26) for name in targets])
-    axes.set_xlabel("Draft's KV cache", fontsize=11, color=INK)
-    axes.set_ylabel("Target's KV cache", fontsize=11, color=INK)
-    axes.tick_params(labelsize=10, colors=INK, length=0)
-    for side in axes.spines.values():
-        side.set_visible(False)
     for y in range(1, len(targets)):
-        axes.axhline(y - 0.5, color="#D8DEE4", linewidth=0.8)
+        axes.axhline(y - 0.5, color=GRID, linewidth=0.8)
     return Picture(figure, f"Acceptance length at depth {depth} by both caches. {'; '.join(said)}.")
 
 
@@ -265,7 +256,7 @@ def _last(study: CacheStudy, what: str) -> int:
 def _depths(axes: Axes, study: CacheStudy, lines: Sequence[CacheLine]) -> str:
     """Acceptance by depth, all contexts together; returns what it says."""
     signs = _Signs(study)
-    style_axes(axes, "By depth", "Draft depth k (draft tokens per round)", "Tokens a round")
+    style_axes(axes, "By depth", DEPTH, "Tokens a round")
     said = []
     for line in lines:
         depths = [depth for depth in range(study.max_depth + 1) if line.acceptance.length(depth) is not None]

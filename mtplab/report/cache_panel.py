@@ -11,18 +11,16 @@ from typing import Any
 
 import ipywidgets as widgets
 
+from mtplab.checkpoint.text_table import html_table, scrolling
 from mtplab.errors import ConfigError
 from mtplab.report.cache_figures import MEASURES, cache_pictures
 from mtplab.report.panels import Panel, Progress
-from mtplab.report.text import escape
 from mtplab.study.cache_study import CacheStudy, context_edges
 from mtplab.study.numbers import NATS, rounded
 from mtplab.study.words import cache_words
 
 __all__ = ["CachePanel"]
 
-_LABEL = {"description_width": "190px"}
-_WIDE = {"width": "min(520px, 98%)"}
 FINEST = (16, 32, 64, 128, 256)
 
 
@@ -35,6 +33,7 @@ class CachePanel(Panel):
 
     title = "Cache policy × context"
     run_label = "Show"
+    label_width = "190px"
 
     def __init__(self, study: CacheStudy):
         self.study = study
@@ -42,30 +41,26 @@ class CachePanel(Panel):
         self.follow()
 
     def inputs(self) -> dict[str, widgets.Widget]:
-        study, layout = self.study, widgets.Layout(**_WIDE)
+        study = self.study
         targets = study.policies
         drafts = [name for name in study.draft_policies if all((target, name) in study.lines for target in targets)]
         options = [(cache_words(name), name) for name in targets]
         return {
             "policies": widgets.SelectMultiple(
-                options=options, value=targets, rows=len(targets), description="Target's KV cache", style=_LABEL,
-                layout=layout,
+                options=options, value=targets, rows=len(targets), description="Target's KV cache", **self.look(),
             ),
             "draft": widgets.Dropdown(
                 options=[("as the target's", ""), *((cache_words(name), name) for name in drafts)], value="",
-                description="Draft's KV cache", style=_LABEL, layout=layout,
+                description="Draft's KV cache", **self.look(),
             ),
             "depth": widgets.IntSlider(
-                value=min(3, study.max_depth), min=1, max=study.max_depth, description="Draft depth", style=_LABEL,
-                layout=layout,
+                value=min(3, study.max_depth), min=1, max=study.max_depth, description="Draft depth", **self.look(),
             ),
             "measure": widgets.Dropdown(
                 options=[(words, key) for key, (words, _) in MEASURES.items()], value="kl", description="Quality",
-                style=_LABEL, layout=layout,
+                **self.look(),
             ),
-            "first": widgets.Dropdown(
-                options=FINEST, value=64, description="First range (tokens)", style=_LABEL, layout=layout
-            ),
+            "first": widgets.Dropdown(options=FINEST, value=64, description="First range (tokens)", **self.look()),
         }  # fmt: skip
 
     def work(self, config: Mapping[str, Any], progress: Progress, cancel: threading.Event) -> Any:
@@ -80,15 +75,10 @@ class CachePanel(Panel):
     def draw(self, result: Any) -> None:
         picture, lines, depth = result
         self.show_picture(picture)
-        cells = "".join(
-            f"<tr><td>{escape(cache_words(line.policy, line.draft_policy))}</td>"
-            f'<td style="text-align:right">{line.nbytes:,} + {line.draft_nbytes:,}</td>'
-            f'<td style="text-align:right">{line.acceptance.length(depth) or 0:.2f}</td>'
-            f'<td style="text-align:right">{rounded(line.quality.mean_kl or 0.0)[0]}</td></tr>'
-            for line in lines
-        )
-        self.table.value = (
-            "<table><thead><tr><th>KV cache</th><th>bytes a token, target + draft</th>"
-            f"<th>tokens a round, depth {depth}</th><th>KL ({NATS})</th></tr></thead><tbody>{cells}</tbody>"
-            "</table>"
-        )
+        head = ("KV cache", "bytes a token, target + draft", f"tokens a round, depth {depth}", f"KL ({NATS})")
+        rows = []
+        for line in lines:
+            length, nbytes = line.acceptance.length(depth), f"{line.nbytes:,} + {line.draft_nbytes:,}"
+            told = "–" if length is None else f"{length:.2f}", rounded(line.quality.mean_kl or 0.0)[0]
+            rows.append((cache_words(line.policy, line.draft_policy), nbytes, *told))
+        self.table.value = scrolling(html_table(head, rows, head[1:]), "Cache policies")

@@ -12,18 +12,16 @@ from typing import Any
 import ipywidgets as widgets
 
 from mtplab.report.maps import checkpoint_map, map_key
+from mtplab.report.module_globs import module_globs
+from mtplab.report.opened import opened_checkpoint
 from mtplab.report.panels import Panel, Progress
-from mtplab.report.sweep_panel import module_globs
-from mtplab.report.tables import plan_table
+from mtplab.report.plan_tables import plan_table
 from mtplab.report.text import human_bytes, plain
 
 __all__ = ["CheckpointPanel"]
 
 AS_PUBLISHED, OWN = "as published", "the modules picked below"
 AS_STORED, ONLINE = "as stored", "FP8, quantised as it is loaded"
-
-_LABEL = {"description_width": "130px"}
-_WIDE = {"width": "min(480px, 98%)"}
 
 
 class CheckpointPanel(Panel):
@@ -36,15 +34,13 @@ class CheckpointPanel(Panel):
 
     title = "Checkpoint"
     run_label = "Show"
+    label_width = "130px"
+    input_width = "min(480px, 98%)"
 
     def __init__(self, checkpoint: Any, model_format: str | None = None):
-        if not callable(getattr(checkpoint, "plan", None)):
-            from mtplab.checkpoint import open_checkpoint
-
-            checkpoint = open_checkpoint(checkpoint)
-        self.checkpoint = checkpoint
+        self.checkpoint = opened_checkpoint(checkpoint)
         self._format = AS_STORED if model_format is None else ONLINE
-        self._globs = module_globs(checkpoint.plan())
+        self._globs = module_globs(self.checkpoint.plan())
         super().__init__()
         self.follow()
 
@@ -54,28 +50,24 @@ class CheckpointPanel(Panel):
                 options=(AS_STORED, ONLINE),
                 value=self._format,
                 description="Weights",
-                style=_LABEL,
-                layout=widgets.Layout(**_WIDE),
+                **self.look(),
             ),
             "exclude": widgets.Dropdown(
                 options=(AS_PUBLISHED, "none", "mtp.*", OWN),
                 description="Kept out of FP8",
-                style=_LABEL,
-                layout=widgets.Layout(**_WIDE),
+                **self.look(),
             ),
             "modules": widgets.SelectMultiple(
                 options=[(plain(glob), glob) for glob in self._globs],
                 description="Modules",
                 rows=6,
-                style=_LABEL,
-                layout=widgets.Layout(**_WIDE),
+                **self.look(),
             ),
             "search": widgets.Text(
                 placeholder="part of a name",
                 description="List only",
                 continuous_update=False,
-                style=_LABEL,
-                layout=widgets.Layout(**_WIDE),
+                **self.look(),
             ),
         }
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from mtplab.errors import ConfigError
 from mtplab.report.text import escape
+from mtplab.study.fields import has_length
 from mtplab.study.frame import frame
 from mtplab.study.interval import Change, change, holm
 from mtplab.study.matching import Difference, Matched, Pair, match_rows
@@ -22,6 +23,7 @@ from mtplab.study.soundness import faults
 from mtplab.study.speed import odd_timings
 
 __all__ = ["Against", "Comparison", "Point", "Source", "compare"]
+
 
 @dataclass(frozen=True)
 class Source:
@@ -67,7 +69,7 @@ class Against:
         #: pairs of which one row or both have no number
         self.failed: list[Pair] = []
         for pair in self.matched.pairs:
-            (good if _finished(pair.base) and _finished(pair.other) else self.failed).append(pair)
+            (good if has_length(pair.base) and has_length(pair.other) else self.failed).append(pair)
         changes = [change(pair.other, pair.base) for pair in good]
         self.points: list[Point] = [Point(pair, found, False) for pair, found in zip(good, changes, strict=True)]
         looked_at = [at for at, point in enumerate(self.points) if point.compared]
@@ -97,7 +99,7 @@ class Against:
 
     def newly_failed(self) -> list[Pair]:
         """Pairs of which the baseline's row has a number and the other's an error instead."""
-        return [pair for pair in self.failed if _finished(pair.base) and pair.other.error is not None]
+        return [pair for pair in self.failed if has_length(pair.base) and pair.other.error is not None]
 
     def to_dict(self) -> dict[str, Any]:
         """Everything, JSON-ready."""
@@ -242,10 +244,6 @@ def _told_apart(sources: list[Source]) -> list[Source]:
             name, number = f"{source.name} ({number})", number + 1
         found.append(Source(name, source.rows, source.path))
     return found
-
-
-def _finished(row: ResultRow) -> bool:
-    return row.error is None and row.acceptance_length is not None
 
 
 def _named(row: ResultRow) -> dict[str, Any]:

@@ -10,11 +10,11 @@ from matplotlib.ticker import MaxNLocator
 from mtplab.report.comparison import Against, Point
 from mtplab.report.comparison_tables import pair_words, signed
 from mtplab.report.figures import Signs, new_figure, nothing_drawn, side_by_side, style_axes
-from mtplab.report.palette import INK, PAPER
+from mtplab.report.palette import INK
 from mtplab.report.picture import Picture
-from mtplab.report.table import one_line
-from mtplab.report.text import plain, plot_label
+from mtplab.report.text import one_line, plain, plot_label
 from mtplab.study.matching import AXES, Pair
+from mtplab.study.words import DEPTH
 
 __all__ = ["differences_by_depth"]
 
@@ -33,26 +33,22 @@ def differences_by_depth(against: Against) -> Picture:
     title = f"{plot_label(against.other.name, 30)} less {plot_label(against.base.name, 30)}{of}"
     figure = new_figure(4.4)
     axes = figure.add_subplot()
-    depth = "Draft depth k (draft tokens per round)"
-    style_axes(axes, f"Difference in acceptance length\n{title}", depth, "Difference (tokens per round)")
+    style_axes(axes, f"Difference in acceptance length\n{title}", DEPTH, "Difference (tokens per round)")
     if not drawn:
         return Picture(nothing_drawn(figure, axes), "Difference in acceptance length: no points with drafts matched.")
     axes.axhline(0, color=INK, linewidth=1)
     labels = {name: _labels(found[0].pair, against) for name, found in drawn.items()}
     signs = Signs(list(labels.values()))
     for index, (name, found) in enumerate(drawn.items()):
-        look = signs.line(labels[name])
         x = [point.pair.depth + side_by_side(index, len(drawn)) for point in found]
         y = [point.difference for point in found]
-        axes.plot(x, y, **look)
+        axes.plot(x, y, **signs.line(labels[name]))
         known = [at for at, point in enumerate(found) if point.change is not None]
         if known:
-            bars = [found[at].change.error for at in known]
-            places = [x[at] for at in known], [y[at] for at in known]
-            axes.errorbar(*places, bars, fmt="none", ecolor=look["color"], elinewidth=1.1, alpha=0.55)
+            errors = [found[at].change.error for at in known]
+            signs.bars(axes, labels[name], [x[at] for at in known], [y[at] for at in known], errors)
         inside = [at for at, point in enumerate(found) if not point.beyond]
-        hollow = {"color": PAPER, "marker": look["marker"], "markeredgecolor": look["color"], "markersize": 6}
-        axes.plot([x[at] for at in inside], [y[at] for at in inside], linestyle="none", **hollow)
+        axes.plot([x[at] for at in inside], [y[at] for at in inside], **signs.hollow(labels[name]))
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     signs.legend(figure)
     return Picture(figure, _alt(against, drawn))

@@ -17,9 +17,8 @@ from mtplab.report.explorer import SweepExplorer
 from mtplab.report.findings import Findings
 from mtplab.report.page import Page, page_path, save_page
 from mtplab.report.row_facts import row_facts
-from mtplab.report.table import one_line
-from mtplab.report.tables import html_table
-from mtplab.report.text import escape
+from mtplab.report.table import html_table
+from mtplab.report.text import escape, one_line
 from mtplab.study.matching import display_order
 
 __all__ = ["comparison_page", "write_comparison"]

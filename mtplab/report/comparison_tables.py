@@ -8,14 +8,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 
 from mtplab.report.comparison import Against, Point
-from mtplab.report.table import Table, one_line
-from mtplab.report.text import human_bytes
+from mtplab.report.row_sizes import SIZES, Size
+from mtplab.report.table import Table
+from mtplab.report.text import human_bytes, one_line
+from mtplab.study import words
+from mtplab.study.fields import has_length
 from mtplab.study.matching import AXES, Pair
 from mtplab.study.row import ResultRow
-from mtplab.study.soundness import COLUMNS, quality_cells
+from mtplab.study.soundness import COLUMNS, quality_numbers
 
 __all__ = [
-    "SIZES",
     "byte_pairs",
     "listed",
     "pair_words",
@@ -60,8 +62,7 @@ def pair_words(pair: Pair, axis: str) -> str:
 
 def signed(value: float, digits: int = 2) -> str:
     """With its sign, and no sign before nothing."""
-    text = f"{value:+.{digits}f}"
-    return text.replace("-", "−") if float(text) else f"{0:.{digits}f}"
+    return words.signed(value, digits) if round(value, digits) else f"{0:.{digits}f}"
 
 
 def _lengths(against: Against) -> Table:
@@ -77,7 +78,8 @@ def _lengths(against: Against) -> Table:
         shares = [_first(a), _first(b)]
         body.append([*_cells(point.pair, columns), str(point.pair.depth), *lengths, with_error(point), *mark, *shares])
     base, other = _names(against)
-    head = [*columns, "depth", base, other, "difference", *([""] if marked else []), f"draft 1, {base}", other]
+    first = [f"draft 1, {name}" for name in (base, other)]
+    head = [*columns, "depth", base, other, "difference", *([""] if marked else []), *first]
     return Table("Acceptance length (tokens per round)", head, body, len(columns), _LEGEND if marked else "")
 
 
@@ -118,7 +120,7 @@ def _quality_table(against: Against) -> Table | None:
         return None
     columns = _columns(lines)
     blank = [("–", "–", "–")] * len(lines)
-    before, now = (quality_cells(getattr(pair, side) for pair in lines) or blank for side in ("base", "other"))
+    before, now = (quality_numbers(getattr(pair, side) for pair in lines) or blank for side in ("base", "other"))
     base, other = _names(against)
     body = []
     for pair, mine, theirs in zip(lines, before, now, strict=True):
@@ -129,26 +131,13 @@ def _quality_table(against: Against) -> Table | None:
     return Table("The target itself, against the unquantised one", head, body, len(columns), note)
 
 
-def _sum(*names: str) -> Callable[[ResultRow], float | None]:
-    def read(row: ResultRow) -> float | None:
-        values = [getattr(row, name) for name in names]
-        return None if None in values else sum(values)
-
-    return read
-
-
-SIZES: tuple[tuple[str, Callable[[ResultRow], float | None]], ...] = (
-    ("weights", _sum("target_weight_bytes", "draft_weight_bytes")),
-    ("KV a token", _sum("kv_bytes_per_token", "draft_kv_bytes_per_token")),
-    ("state a sequence", _sum("state_bytes")),
-)
-
-
-def size_known(against: Against, read: Callable) -> bool:
+def size_known(against: Against, read: Size) -> bool:
+    """Whether some pair has this size on both sides."""
     return any(read(point.pair.base) is not None and read(point.pair.other) is not None for point in against.points)
 
 
-def byte_pairs(against: Against, read: Callable) -> list[Pair]:
+def byte_pairs(against: Against, read: Size) -> list[Pair]:
+    """A pair for each setting that has this size on both sides, and not the same."""
     return [
         pair
         for pair in _by_setting(against)
@@ -203,7 +192,7 @@ def _failed_table(against: Against) -> Table:
     body = []
     for pair in against.failed:
         for name, row in ((against.base.name, pair.base), (against.other.name, pair.other)):
-            if row.error is not None or row.acceptance_length is None:
+            if not has_length(row):
                 why = "no rounds" if row.error is None else one_line(row.error, 160)
                 body.append([*_cells(pair, columns), str(pair.depth), one_line(name, NAME), why])
     return Table("Failed", [*columns, "depth", "in", "error"], body, len(columns) + 3)
@@ -277,5 +266,6 @@ def with_error(point: Point) -> str:
     return f"{signed(point.difference)} ± {point.change.error:.2f}" if point.compared else "none"
 
 
-def listed(words: Sequence[str]) -> str:
-    return " and ".join([", ".join(words[:-1]), words[-1]]) if len(words) > 1 else "".join(words)
+def listed(names: Sequence[str]) -> str:
+    """`a, b and c`."""
+    return " and ".join([", ".join(names[:-1]), names[-1]]) if len(names) > 1 else "".join(names)

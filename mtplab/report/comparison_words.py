@@ -10,7 +10,6 @@ from textwrap import fill
 
 from mtplab.report.comparison import Against, Comparison, Point
 from mtplab.report.comparison_tables import (
-    SIZES,
     byte_pairs,
     listed,
     quality_lines,
@@ -20,7 +19,8 @@ from mtplab.report.comparison_tables import (
     tables,
     with_error,
 )
-from mtplab.report.table import in_markdown, one_line
+from mtplab.report.row_sizes import SIZES
+from mtplab.report.text import in_markdown, one_line
 from mtplab.study.matching import AXES, Difference, Pair
 from mtplab.study.numbers import NATS
 from mtplab.study.soundness import CRITERION, MARK, kl_words
@@ -174,7 +174,7 @@ def _quality(against: Against) -> str:
     if pair.base.kl == pair.other.kl:
         return "KL from the unquantised target is the same in both."
     where = f"{_where(pair)}, where it differs most" if len(lines) > 1 else ""
-    before, now = (kl_words(row).replace("±", "± ") for row in (pair.base, pair.other))
+    before, now = map(kl_words, (pair.base, pair.other))
     return f"KL from the unquantised target was {before} and is {now} {NATS}{where}."
 
 

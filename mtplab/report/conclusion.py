@@ -13,14 +13,16 @@ from typing import Any
 
 from mtplab.quant.policy import resolve_policy
 from mtplab.report.findings import Finding, Findings
-from mtplab.report.rows import Record, as_records, at_temperature, besides, setting_words
+from mtplab.report.row_sizes import kv_bytes, weight_bytes
+from mtplab.report.rows import Record, as_records, at_temperature, besides, weights_label
 from mtplab.report.text import human_bytes
+from mtplab.study.fields import fact_of, has_length
 from mtplab.study.hint import faint_draft
 from mtplab.study.interval import change_error
 from mtplab.study.numbers import NATS
 from mtplab.study.soundness import CRITERION, kl_words, sentences
 from mtplab.study.speed import ODD, batch_of, by_batch, costs
-from mtplab.study.words import cache_words
+from mtplab.study.words import cache_words, prompts_words, signed
 
 __all__ = ["PAYS", "Conclusion"]
 
@@ -44,7 +46,7 @@ class Conclusion(Findings):
     """
 
     def __init__(self, rows: Any, reference: tuple[str, str] | None = None, timed: Any = ()):
-        found = [r for r in as_records(rows) if r.get("error") is None and r.get("acceptance_length") is not None]
+        found = [record for record in as_records(rows) if has_length(record)]
         self.records = at_temperature(found)
         if reference is not None:
             reference = (reference[0], cache_words(resolve_policy(reference[1]).name))
@@ -105,7 +107,8 @@ class Conclusion(Findings):
         deepest = line[max(line)]
         return Finding(
             f"With {_weights(deepest)} (KV cache: {deepest['policy_label']}), a round at depth {deepest['depth']} "
-            f"gives {_with_error(deepest)} tokens ({_prompts(deepest)}, {deepest['rounds']:g} rounds){_growth(line)}.",
+            f"gives {_with_error(deepest)} tokens ({prompts_words(deepest)}, {deepest['rounds']:g} rounds)"
+            f"{_growth(line)}.",
             "Depth",
         )
 
@@ -177,12 +180,12 @@ class Conclusion(Findings):
         change = other["acceptance_length"] - base["acceptance_length"]
         found = change_error(other, base)
         if found is None:
-            return _signed(change)
+            return signed(change)
         if change == 0 and found[0] == 0:
             return "no difference"
         within = abs(change) <= found[0]
         self._compared.append(within)
-        return f"{_signed(change)} ± {found[0]:.2f}" + (" (within chance)" if within else "")
+        return f"{signed(change)} ± {found[0]:.2f}" + (" (within chance)" if within else "")
 
     def _chance(self) -> Finding | None:
         if not any(r["length_error"] for r in self.records):
@@ -213,7 +216,7 @@ def _growth(line: dict[int, Record]) -> str:
     if grown[-1] == depths[-1]:
         change = line[depths[-1]]["acceptance_length"] - line[depths[-2]]["acceptance_length"]
         error, _ = change_error(line[depths[-1]], line[depths[-2]])
-        return f", and still grows there ({_signed(change)} ± {error:.2f} over depth {depths[-2]})"
+        return f", and still grows there ({signed(change)} ± {error:.2f} over depth {depths[-2]})"
     return f"; past depth {grown[-1]} ({_with_error(line[grown[-1]])}) the next depth adds nothing beyond chance"
 
 
@@ -222,31 +225,21 @@ def _with_error(record: Record) -> str:
     return f"{record['acceptance_length']:.2f}" + (f" ± {error:.2f}" if error else "")
 
 
-def _signed(change: float) -> str:
-    return f"{change:+.2f}".replace("-", "−")
-
-
-def _prompts(record: Record) -> str:
-    return f"{record['n_prompts']} prompt{'s' if record['n_prompts'] > 1 else ''} × {record['max_new_tokens']} tokens"
-
-
 def _kl(record: Record) -> str:
     setting = f"{record['weights_label']}, KV cache {record['policy_label']}"
     share = record.get("top1_agreement")
     top1 = "" if share is None else f"; the same likeliest token at {100 * share:.1f} % of positions"
-    return f"{kl_words(record).replace('±', '± ')} {NATS} ({setting}{top1})"
+    return f"{kl_words(record)} {NATS} ({setting}{top1})"
 
 
 def _machine(record: Record) -> str:
-    facts = record.get("provenance") or {}
-    threads = facts.get("threads")
-    device = facts.get("device") or "this device"
+    threads, device = fact_of(record, "threads"), fact_of(record, "device") or "this device"
     with_threads = f" with {threads} thread{'s' if threads > 1 else ''}" if threads else ""
     return f"{device}{with_threads} at batch {batch_of(record)}"
 
 
 def _weights(record: Record) -> str:
-    words = setting_words(record)
+    words = weights_label(record)
     whole = {"published": "the published exclusions", "all BF16": "everything in BF16", "all FP8": "everything in FP8"}
     whole["as stored"] = "the weights as stored"
     if "(draft: " in words:
@@ -256,7 +249,7 @@ def _weights(record: Record) -> str:
 
 def _kv_share(other: Record, base: Record) -> str:
     """` for 53 % of the KV bytes …`, where both rows know them, and of all that a sequence holds."""
-    mine, theirs = _kv_bytes(other), _kv_bytes(base)
+    mine, theirs = kv_bytes(other), kv_bytes(base)
     if not mine or not theirs:
         return ""
     said = f" for {100 * mine / theirs:.0f} % of the KV bytes as deployed"
@@ -268,13 +261,5 @@ def _kv_share(other: Record, base: Record) -> str:
 
 
 def _weight_share(other: Record, base: Record) -> str:
-    mine, theirs = _weight_bytes(other), _weight_bytes(base)
+    mine, theirs = weight_bytes(other), weight_bytes(base)
     return f" for {100 * mine / theirs:.0f} % of the weight bytes" if mine and theirs else ""
-
-
-def _kv_bytes(record: Record) -> float:
-    return (record.get("kv_bytes_per_token") or 0) + (record.get("draft_kv_bytes_per_token") or 0)
-
-
-def _weight_bytes(record: Record) -> float:
-    return (record.get("target_weight_bytes") or 0) + (record.get("draft_weight_bytes") or 0)

@@ -16,7 +16,9 @@ from mtplab.report.palette import INK, POLICY_COLOURS, SERIES
 from mtplab.report.picture import Picture
 from mtplab.report.rows import Record, as_records, at_temperature, group_series
 from mtplab.report.text import plain, plot_label
+from mtplab.study.fields import fact_of
 from mtplab.study.speed import batch_of, by_batch, costs, round_seconds
+from mtplab.study.words import DEPTH
 
 __all__ = ["break_even"]
 
@@ -41,7 +43,7 @@ def break_even(rows: Any, temperature: float | None = None, timed: Any = ()) -> 
     figure = new_figure(4.0)
     if not charts:
         axes = figure.add_subplot()
-        style_axes(axes, "What a round gives and what it takes", "Draft depth k (draft tokens per round)", "")
+        style_axes(axes, "What a round gives and what it takes", DEPTH, "")
         why = "Cost of a round: there are no timed rows with and without drafts; sweep with method='run' to have them."
         return Picture(nothing_drawn(figure, axes), why)
     said = []
@@ -58,9 +60,9 @@ def break_even(rows: Any, temperature: float | None = None, timed: Any = ()) -> 
 def _panel(axes: Axes, line: list[Record], study: list[Record], cost: Any) -> str:
     """One chart; returns what it says."""
     where = f"batch {batch_of(study[0])}"
-    device = (study[0].get("provenance") or {}).get("device")
+    device = fact_of(study[0], "device")
     where = f"{device}, {where}" if device else where
-    style_axes(axes, plot_label(where), "Draft depth k (draft tokens per round)", "")
+    style_axes(axes, plot_label(where), DEPTH, "")
     depths = [record["depth"] for record in line]
     gives = [record["acceptance_length"] for record in line]
     takes = [cost[depth].ratio for depth in depths]

@@ -14,10 +14,10 @@ from matplotlib.patches import Patch
 from mtplab.report.figures import new_figure, nothing_drawn, style_axes
 from mtplab.report.palette import BLUE, GREEN, INK, ORANGE, PAPER, PURPLE, VERMILLION
 from mtplab.report.picture import Picture
-from mtplab.report.tables import html_table
+from mtplab.report.table import html_table
 from mtplab.report.text import human_bytes, plain, plot_label
 from mtplab.study.numbers import NATS, rounded
-from mtplab.study.sensitivity import shown
+from mtplab.study.sensitivity import shown_cell
 
 __all__ = ["estimate_check", "estimate_table", "pareto", "sensitivity_bars", "sensitivity_table"]
 
@@ -63,12 +63,12 @@ def _bar(axes: Axes, at: int, change: Any, colour: str) -> None:
 
 def _bars_alt(found: Any) -> str:
     worst = max(found.rows, key=lambda row: row.kl.value)
-    shown = [row for row in found.rows if not row.length.within_chance]
-    lengths = ", ".join(f"{plain(row.group.name)} {row.length.value:+.2f}" for row in shown[:4])
+    changed = [row for row in found.rows if not row.length.within_chance]
+    lengths = ", ".join(f"{plain(row.group.name)} {row.length.value:+.2f}" for row in changed[:4])
     return (
         f"Bar chart of {len(found.rows)} groups of modules, each alone in FP8. Highest KL: {plain(worst.group.name)}, "
         f"{rounded(worst.kl.value)[0]} {NATS}. Acceptance length changes beyond chance with "
-        f"{len(shown)} of them{': ' + lengths if shown else ''}."
+        f"{len(changed)} of them{': ' + lengths if changed else ''}."
     )
 
 
@@ -81,9 +81,9 @@ def sensitivity_table(found: Any) -> str:
             row.group.name,
             row.group.part,
             human_bytes(row.group.nbytes),
-            *(shown(change) for change in (row.kl, row.kl_back)),
-            *(shown(change) for change in (row.length, row.length_back)),
-            *(["" if row.estimated is None else shown(row.estimated)] if some else ()),
+            *(shown_cell(change) for change in (row.kl, row.kl_back)),
+            *(shown_cell(change) for change in (row.length, row.length_back)),
+            *(["" if row.estimated is None else shown_cell(row.estimated)] if some else ()),
         )
         for row in found.rows
     ]
@@ -92,7 +92,7 @@ def sensitivity_table(found: Any) -> str:
     if some:
         head += ("Estimated",)
         caption += ". Estimated: the target's KL alone; of a draft's modules, the change of its KL from the target"
-    return html_table(head, body, caption, left=2, height="32em", stacked=True)
+    return html_table(head, body, caption, left=2, height="32em")
 
 
 def estimate_table(check: Any) -> str:
@@ -105,7 +105,7 @@ def estimate_table(check: Any) -> str:
         (
             row.group.name,
             row.group.part,
-            *(shown(change) for change in (row.estimated, row.measured, row.off)),
+            *(shown_cell(change) for change in (row.estimated, row.measured, row.off)),
             "yes" if row.sound else "no",
         )
         for row in check.rows
@@ -115,7 +115,7 @@ def estimate_table(check: Any) -> str:
         "Nats: the target's KL per token; of a draft's modules, the change of the draft's KL from its target per "
         "slot. Sound: small enough for an expansion, and off by no more than chance or a third"
     )
-    return html_table(head, body, caption, left=2, height="32em", stacked=True)
+    return html_table(head, body, caption, left=2, height="32em")
 
 
 def estimate_check(found: Any) -> Picture:

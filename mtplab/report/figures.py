@@ -18,18 +18,21 @@ from mtplab.report.palette import DASHES, GRID, INK, MARKERS, PAPER, policy_colo
 from mtplab.report.picture import Picture
 from mtplab.report.rows import Record, as_records, at_temperature, group_series
 from mtplab.report.text import plain, plot_label
+from mtplab.study.acceptance_views import FEW_ROUNDS
+from mtplab.study.words import DEPTH, LENGTH
 
 __all__ = [
     "Signs",
     "acceptance_by_depth",
     "acceptance_by_position",
+    "line_style",
     "new_figure",
     "nothing_drawn",
     "side_by_side",
     "style_axes",
+    "style_cells",
 ]
 
-FEW = 50  # rounds below which a share says little: at 50 % it is ± 14 points even if rounds were independent
 WIDTH = 9.0  # inches; 990 px at the default dpi, so that it is still readable scaled to 800
 
 
@@ -48,6 +51,25 @@ def style_axes(axes: Axes, title: str, x: str, y: str) -> None:
     axes.tick_params(labelsize=10, colors=INK)
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
+
+
+def style_cells(axes: Axes, title: str, x: str, columns: Sequence[str], y: str, rows: Sequence[str]) -> None:
+    """The same for cells of side 1 around whole numbers, the first row above: their names at the sides, no lines."""
+    axes.set_title(title, loc="left", fontsize=12, fontweight="bold", color=INK)
+    axes.set_xlim(-0.5, len(columns) - 0.5)
+    axes.set_ylim(len(rows) - 0.5, -0.5)
+    axes.set_xticks(range(len(columns)), columns)
+    axes.set_yticks(range(len(rows)), rows)
+    axes.set_xlabel(x, fontsize=11, color=INK)
+    axes.set_ylabel(y, fontsize=11, color=INK)
+    axes.tick_params(labelsize=10, colors=INK, length=0)
+    axes.spines[:].set_visible(False)
+
+
+def line_style(index: int) -> Any:
+    """matplotlib's line style of the palette's dash `index`; past the last one they begin again."""
+    dash = DASHES[index % len(DASHES)]
+    return "-" if dash is None else (0, dash)
 
 
 class Signs:
@@ -71,9 +93,18 @@ class Signs:
             "markeredgewidth": 0.6,
         }
 
+    def hollow(self, record: Record) -> dict[str, Any]:
+        """The same for points of it that say little: an empty marker, no line."""
+        look = self.line(record)
+        edge = {"markeredgecolor": look["color"], "markersize": look["markersize"]}
+        return {"color": PAPER, "marker": look["marker"], "linestyle": "none"} | edge
+
+    def bars(self, axes: Axes, record: Record, x: Sequence[float], y: Sequence[float], error: Sequence[float]) -> None:
+        """Intervals of its points."""
+        axes.errorbar(x, y, error, fmt="none", ecolor=self.line(record)["color"], elinewidth=1.1, alpha=0.55)
+
     def _dash(self, weights: str) -> Any:
-        dash = DASHES[self.weights.index(weights) % len(DASHES)]
-        return "-" if dash is None else (0, dash)
+        return line_style(self.weights.index(weights))
 
     def _marker(self, weights: str) -> str:
         return MARKERS[self.weights.index(weights) % len(MARKERS)]
@@ -133,26 +164,19 @@ def acceptance_by_depth(rows: Any, temperature: float | None = None) -> Picture:
     title = f"Acceptance length by draft depth\n{_shown(series)}"
     figure = new_figure(4.4)
     axes = figure.add_subplot()
-    style_axes(
-        axes,
-        title,
-        "Draft depth k (draft tokens per round)",
-        "Acceptance length (tokens per round)",
-    )
+    style_axes(axes, title, DEPTH, LENGTH)
     if not series:
         return Picture(nothing_drawn(figure, axes), "Acceptance length by depth: there are no finished rows to draw.")
     signs = Signs([found[0] for found in series.values()])
     for index, found in enumerate(series.values()):
         shift = side_by_side(index, len(series))
-        look = signs.line(found[0])
         # plain decoding is one token a round in every setting: there the lines meet
         x = [record["depth"] + (shift if record["depth"] else 0) for record in found]
         y = [record["acceptance_length"] for record in found]
-        axes.plot(x, y, **look)
+        axes.plot(x, y, **signs.line(found[0]))
         bars = [(at, value, r["length_error"]) for at, value, r in zip(x, y, found, strict=True) if r["length_error"]]
         if bars:
-            at, value, error = zip(*bars, strict=True)
-            axes.errorbar(at, value, error, fmt="none", ecolor=look["color"], elinewidth=1.1, alpha=0.55)
+            signs.bars(axes, found[0], *zip(*bars, strict=True))
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_ylim(bottom=min(1.0, *axes.get_ylim()))
     signs.legend(figure)
@@ -173,7 +197,7 @@ def acceptance_by_position(rows: Any, depth: int | None = None, temperature: flo
     """Acceptance by draft position at one depth, in two panels: unconditional and conditional.
 
     Only rounds that got as far count for the second; how many those were stands below its axis, and a point over fewer
-    than `FEW` is hollow.
+    than `FEW_ROUNDS` is hollow.
 
     Args:
         rows: rows of a sweep, or dicts with the same fields.
@@ -199,11 +223,9 @@ def acceptance_by_position(rows: Any, depth: int | None = None, temperature: flo
             shares = record.get(key) or []
             x = [j + shift for j in range(1, len(shares) + 1)]
             y = [float("nan") if share is None else 100 * share for share in shares]
-            look = signs.line(record)
-            axes.plot(x, y, **look)
-            few = [at for at, n in enumerate(reached[: len(y)]) if n < FEW] if key == "conditional" else []
-            hollow = {"color": PAPER, "marker": look["marker"], "markeredgecolor": look["color"], "markersize": 6}
-            axes.plot([x[at] for at in few], [y[at] for at in few], linestyle="none", **hollow)
+            axes.plot(x, y, **signs.line(record))
+            few = [at for at, n in enumerate(reached[: len(y)]) if n < FEW_ROUNDS] if key == "conditional" else []
+            axes.plot([x[at] for at in few], [y[at] for at in few], **signs.hollow(record))
     for axes in (left, right):
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.set_ylim(0, 102)

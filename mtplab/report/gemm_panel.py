@@ -13,8 +13,9 @@ import ipywidgets as widgets
 
 from mtplab.errors import CheckpointError
 from mtplab.report.gemm_figures import granularity_errors, roofline
+from mtplab.report.opened import opened_checkpoint
 from mtplab.report.panels import Panel, Progress
-from mtplab.report.tables import html_table
+from mtplab.report.table import html_table
 from mtplab.report.text import plain
 from mtplab.study.gpus import GPUS, SHAPES, gpu
 from mtplab.study.granularity import GRANULARITIES, matrix_errors, with_outliers
@@ -22,8 +23,6 @@ from mtplab.study.numbers import percent
 
 __all__ = ["GemmPanel"]
 
-_LABEL = {"description_width": "150px"}
-_WIDE = {"width": "min(520px, 98%)"}
 MEASURES = {
     "the whole matrix": "relative",
     "its worst row": "worst_row",
@@ -44,11 +43,7 @@ class GemmPanel(Panel):
     run_label = "Show"
 
     def __init__(self, checkpoint: Any):
-        if not callable(getattr(checkpoint, "plan", None)):
-            from mtplab.checkpoint import open_checkpoint
-
-            checkpoint = open_checkpoint(checkpoint)
-        self.checkpoint = checkpoint
+        self.checkpoint = checkpoint = opened_checkpoint(checkpoint)
         self._names = [m.name for m in checkpoint.plan().modules if m.kind == "linear" and len(m.shape) == 2]
         if not self._names:
             raise CheckpointError(f"{checkpoint.path}: there is no linear weight to look at")
@@ -58,14 +53,12 @@ class GemmPanel(Panel):
 
     def inputs(self) -> dict[str, widgets.Widget]:
         def choice(label: str, options: Any, value: Any = None) -> widgets.Dropdown:
-            layout = widgets.Layout(**_WIDE)
-            return widgets.Dropdown(options=options, value=value, description=label, style=_LABEL, layout=layout)
+            return widgets.Dropdown(options=options, value=value, description=label, **self.look())
 
         def slider(label: str, low: int, high: int, value: int) -> widgets.IntSlider:
             return widgets.IntSlider(
-                min=low, max=high, value=value, description=label, style=_LABEL, layout=widgets.Layout(**_WIDE),
-                continuous_update=False,
-            )  # fmt: skip
+                min=low, max=high, value=value, description=label, continuous_update=False, **self.look()
+            )
 
         names = [(plain(name), name) for name in self._names]
         shapes = [(str(shape), index) for index, shape in enumerate(SHAPES)]
@@ -82,8 +75,7 @@ class GemmPanel(Panel):
     def layout(self) -> widgets.Widget:
         w = self._widgets
         matrix = [w["module"], w["columns"], w["octaves"], w["measure"], self.actions(), self.figure, self.table]
-        head = widgets.HTML(f"<b>{self.title}</b>")
-        return widgets.VBox([head, *matrix, w["gpu"], w["shape"], w["rows"], self.roof])
+        return widgets.VBox([self.head(), *matrix, w["gpu"], w["shape"], w["rows"], self.roof])
 
     def work(self, config: Mapping[str, Any], progress: Progress, cancel: threading.Event) -> Any:
         name = config["module"]

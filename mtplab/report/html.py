@@ -24,7 +24,7 @@ from typing import Any
 from mtplab.errors import MtplabError
 from mtplab.report.execute import OnProgress, execute, read_notebook
 from mtplab.report.explorer import ROWS_MIME, script_hash
-from mtplab.report.tables import html_table
+from mtplab.report.table import html_table
 from mtplab.report.text import escape, plain
 
 __all__ = ["REMOVED_TAGS", "render_report", "to_html", "write_page"]

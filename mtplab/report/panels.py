@@ -44,6 +44,9 @@ class Panel(ABC):
 
     title = "Panel"
     run_label = "Run"
+    #: of the words beside an input, and of both together
+    label_width = "150px"
+    input_width = "min(520px, 98%)"
 
     def __init__(self) -> None:
         self.result: Any = None
@@ -83,10 +86,17 @@ class Panel(ABC):
 
     def layout(self) -> widgets.Widget:
         """The whole panel; a subclass may arrange its inputs otherwise."""
-        head = widgets.HTML(f"<b>{escape(self.title)}</b>")
-        return widgets.VBox([head, *self._widgets.values(), self.actions(), self.figure, self.table])
+        return widgets.VBox([self.head(), *self._widgets.values(), self.actions(), self.figure, self.table])
 
     # what every panel has
+
+    def head(self) -> widgets.Widget:
+        """The title."""
+        return widgets.HTML(f"<b>{escape(self.title)}</b>")
+
+    def look(self) -> dict[str, Any]:
+        """How an input with words beside it looks: arguments of its widget."""
+        return {"style": {"description_width": self.label_width}, "layout": widgets.Layout(width=self.input_width)}
 
     def actions(self) -> widgets.Widget:
         """Run, Cancel, the bar and the status line, in a row that wraps on a narrow page."""

@@ -17,15 +17,19 @@ from mtplab.report.explorer import SweepExplorer
 from mtplab.report.figures import acceptance_by_depth, acceptance_by_position
 from mtplab.report.page import Page, page_path, save_page
 from mtplab.report.row_facts import row_facts
+from mtplab.report.row_sizes import SIZES
 from mtplab.report.rows import Record, as_records
-from mtplab.report.table import one_line
-from mtplab.report.tables import acceptance_table, html_table
-from mtplab.report.text import escape, human_bytes
+from mtplab.report.rows_table import acceptance_table
+from mtplab.report.table import html_table
+from mtplab.report.text import escape, human_bytes, one_line
+from mtplab.study.acceptance_views import FEW_ROUNDS
+from mtplab.study.fields import fact_of, has_length
 from mtplab.study.matching import display_order
 from mtplab.study.provenance import collect
 from mtplab.study.row import ResultRow
 from mtplab.study.rowfile import rows_of_source
 from mtplab.study.speed import costs
+from mtplab.study.words import prompts_words
 
 __all__ = ["results_page", "write_results"]
 
@@ -51,7 +55,7 @@ def write_results(source: str | Path, output: str | Path | None = None) -> Path:
 def results_page(rows: Sequence[ResultRow], name: str) -> str:
     """The HTML document. No path of this machine is in it, so that it can be published as it is."""
     rows = sorted(rows, key=display_order)
-    good = [row for row in rows if row.error is None and row.acceptance_length is not None]
+    good = [row for row in rows if has_length(row)]
     failed = [row for row in rows if row.error is not None]
     parts = _parts(good)
     page = Page(f"Results: {one_line(name, 60)}")
@@ -99,14 +103,13 @@ def _parts(rows: Iterable[ResultRow]) -> dict[str, list[ResultRow]]:
     for row in rows:
         # one name for two contents: the checkpoint changed between two sweeps
         which = f" ({_content(row)[:17]})" if len(contents[row.checkpoint]) > 1 else ""
-        prompts = f"{row.n_prompts} prompt{'s' * (row.n_prompts != 1)} × {row.max_new_tokens} tokens"
-        words = f"{one_line(row.checkpoint, 60)}{which} · {one_line(row.prompt_set, 60)} · {prompts}"
+        words = f"{one_line(row.checkpoint, 60)}{which} · {one_line(row.prompt_set, 60)} · {prompts_words(row)}"
         found.setdefault(words, []).append(row)
     return found
 
 
 def _content(row: ResultRow) -> str:
-    return str((row.provenance.get("config") or {}).get("checkpoint") or "unknown")
+    return str(fact_of(row, "config", "checkpoint") or "unknown")
 
 
 def _part(page: Page, rows: list[ResultRow], level: str) -> None:
@@ -128,7 +131,7 @@ def _part(page: Page, rows: list[ResultRow], level: str) -> None:
     if any(row.depth for row in first):
         page.text(
             f"{level} Acceptance by draft position\n\nOnly rounds that got so far count on the right; their number "
-            "stands below each position, and hollow points are over fewer than 50."
+            f"stands below each position, and hollow points are over fewer than {FEW_ROUNDS}."
         )
         page.show(acceptance_by_position(first, temperature=temperatures[0]))
     records = as_records(rows)
@@ -158,19 +161,6 @@ def _depth_figures(rows: list[ResultRow], temperature: float) -> list[Any]:
     return [acceptance_by_depth(found, temperature) for found in chosen]
 
 
-# a column for each of these that some row has
-_MEASURES = (
-    ("Weights", lambda r: _sum(r, "target_weight_bytes", "draft_weight_bytes")),
-    ("KV a token", lambda r: _sum(r, "kv_bytes_per_token", "draft_kv_bytes_per_token")),
-    ("State a sequence", lambda r: r.get("state_bytes")),
-)
-
-
-def _sum(record: Record, *names: str) -> float | None:
-    values = [record.get(name) for name in names]
-    return None if None in values else sum(values)
-
-
 def _setting_table(records: list[Record]) -> str:
     """What does not depend on the depth, one line for each setting; what no row has is left out."""
     several = len({record["temperature"] for record in records}) > 1
@@ -178,16 +168,16 @@ def _setting_table(records: list[Record]) -> str:
     for record in records:
         lead = (record["weights_label"], record["policy_label"])
         settings.setdefault((*lead, f"{record['temperature']:g}") if several else lead, []).append(record)
-    told = [each for each in _MEASURES if any(each[1](record) is not None for record in records)]
+    told = [(title, read) for title, read in SIZES if any(read(record) is not None for record in records)]
     if not told:
         return ""
     body = []
     for lead, found in settings.items():
-        cells = []
-        for _, read in told:
-            cells.append(human_bytes(next((read(record) for record in found if read(record) is not None), None)))
-        body.append((*lead, *cells))
-    head = ["Exclusions", "KV cache", *(["Temperature"] if several else []), *(title for title, _ in told)]
+        # a size of 0 is one
+        sizes = (next((size for size in map(read, found) if size is not None), None) for _, read in told)
+        body.append((*lead, *map(human_bytes, sizes)))
+    titles = (title[0].upper() + title[1:] for title, _ in told)
+    head = ["Exclusions", "KV cache", *(["Temperature"] if several else []), *titles]
     return html_table(head, body, "Bytes as deployed", left=2)
 
 

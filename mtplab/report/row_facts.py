@@ -5,10 +5,10 @@ Reads rows; knows no page and no file.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
 
 from mtplab.report.text import plain
+from mtplab.study.fields import fact_of
 from mtplab.study.row import ResultRow
 
 __all__ = ["row_facts"]
@@ -34,9 +34,7 @@ def row_facts(rows: Sequence[ResultRow]) -> dict[str, str]:
 
 
 def _of(row: ResultRow, *path: str) -> str:
-    value: Any = row.provenance
-    for name in path:
-        value = value.get(name) if isinstance(value, Mapping) else None
+    value = fact_of(row, *path)
     return "" if value is None else plain(value)[:120]
 
 
@@ -62,13 +60,13 @@ def _method(row: ResultRow) -> str:
 
 
 def _versions(row: ResultRow) -> str:
-    versions = row.provenance.get("versions") or {}
+    versions = fact_of(row, "versions") or {}
     python = _of(row, "python")
     named = [f"{plain(name)[:40]} {plain(version)[:40]}" for name, version in versions.items() if version]
     return ", ".join([f"python {python}"] * bool(python) + named)
 
 
 def _machine(row: ResultRow) -> str:
-    threads = row.provenance.get("threads")
+    threads = fact_of(row, "threads")
     parts = [_of(row, "platform"), _of(row, "cpu"), f"device {_of(row, 'device')}" if _of(row, "device") else ""]
     return ", ".join(filter(None, [*parts, f"{threads} thread{'s' * (threads != 1)}" if threads else ""]))

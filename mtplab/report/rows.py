@@ -6,10 +6,11 @@ know how a row was measured; a field that is missing stays None and is drawn as 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from mtplab.errors import ConfigError
+from mtplab.study.fields import fact_of, has_length
 from mtplab.study.interval import length_error
 from mtplab.study.soundness import faults
 from mtplab.study.speed import odd_timings
@@ -23,7 +24,6 @@ __all__ = [
     "besides",
     "group_series",
     "policy_label",
-    "setting_words",
     "weights_label",
 ]
 
@@ -53,46 +53,52 @@ def as_records(rows: Any) -> list[Record]:
         ConfigError: something in `rows` is not a row, that is, it has no `depth`.
     """
     items: Iterable[Any] = getattr(rows, "rows", rows)
-    records = []
-    for position, item in enumerate(items):
-        dump = getattr(item, "model_dump", None)
-        record = dict(dump(mode="json", by_alias=True)) if dump else dict(item) if isinstance(item, Mapping) else {}
-        if "depth" not in record:
-            raise ConfigError(
-                f"row {position} is a {type(item).__name__} without `depth`; "
-                "give rows of mtplab.sweep or dicts with the same fields"
-            )
-        records.append(record)
-    # what else tells two lines of this study apart goes into the label, or they would be drawn as one
-    files: dict[Any, list[Record]] = {}
-    for record in records:
-        files.setdefault(record.get("source"), []).append(record)
-    several = any(len({_origin(record) for record in found}) > 1 for found in files.values())
-    # some are set to one value at temperature 0, where nothing looks at them: that tells no lines apart
-    alike: dict[Any, list[Record]] = {}
-    for record in records:
-        alike.setdefault((record.get("source"), record.get("temperature")), []).append(record)
-    also = [key for key in _TELLING if any(len({str(r.get(key)) for r in found}) > 1 for found in alike.values())]
-    also += [key for key in _TELLING_FACTS if any(len(_known(found, key)) > 1 for found in alike.values())]
-    contents: dict[Any, set[str]] = {}
-    for record in records:
-        contents.setdefault((record.get("source"), _origin(record)), set()).update(filter(None, [_content(record)]))
-    for record in records:
-        record["policy_label"] = policy_label(record)
-        # one name for two contents: the checkpoint changed between two sweeps
-        changed = len(contents[record.get("source"), _origin(record)]) > 1
-        told = [_content(record)[:17]] if changed else []
-        told += [_told(key, _value(record, key)) for key in also if _value(record, key) is not None]
-        file = [str(record["source"])] if len(files) > 1 else []
-        record["weights_label"] = " · ".join([*file, weights_label(record, with_origin=several), *told])
-        record["series"] = f"{record['weights_label']} · {record['policy_label']} cache"
+    records = [_as_record(item, position) for position, item in enumerate(items)]
+    _name_lines(records)
+    for record, odd, fault in zip(records, odd_timings(records), faults(records), strict=True):
         record["length_error"] = length_error(record)
         record["domain_errors"] = {name: length_error(record, name) for name in record.get("by_domain") or {}}
-    for record, odd in zip(records, odd_timings(records), strict=True):
         record["odd_timing"] = odd
-    for record, fault in zip(records, faults(records), strict=True):
         record["target_fault"] = fault
     return records
+
+
+def _as_record(item: Any, position: int) -> Record:
+    dump = getattr(item, "model_dump", None)
+    record = dict(dump(mode="json", by_alias=True)) if dump else dict(item) if isinstance(item, Mapping) else {}
+    if "depth" not in record:
+        raise ConfigError(
+            f"row {position} is a {type(item).__name__} without `depth`; "
+            "give rows of mtplab.sweep or dicts with the same fields"
+        )
+    return record
+
+
+def _name_lines(records: list[Record]) -> None:
+    """What else tells two lines of this study apart goes into their labels, or they would be drawn as one."""
+    files = _grouped(records, lambda record: record.get("source"))
+    several = any(len({_origin(record) for record in found}) > 1 for found in files.values())
+    # some are set to one value at temperature 0, where nothing looks at them: that tells no lines apart
+    alike = _grouped(records, lambda record: (record.get("source"), record.get("temperature"))).values()
+    also = [key for key in _TELLING if any(len({str(r.get(key)) for r in found}) > 1 for found in alike)]
+    also += [key for key in _TELLING_FACTS if any(len(_known(found, key)) > 1 for found in alike)]
+    for same in _grouped(records, lambda record: (record.get("source"), _origin(record))).values():
+        # one name for two contents: the checkpoint changed between two sweeps
+        changed = len({_content(record) for record in same} - {""}) > 1
+        for record in same:
+            told = [_content(record)[:17]] if changed else []
+            told += [_told(key, _value(record, key)) for key in also if _value(record, key) is not None]
+            file = [str(record["source"])] if len(files) > 1 else []
+            record["policy_label"] = policy_label(record)
+            record["weights_label"] = " · ".join([*file, weights_label(record, with_origin=several), *told])
+            record["series"] = f"{record['weights_label']} · {record['policy_label']} cache"
+
+
+def _grouped(records: Iterable[Record], key: Callable[[Record], Any]) -> dict[Any, list[Record]]:
+    found: dict[Any, list[Record]] = {}
+    for record in records:
+        found.setdefault(key(record), []).append(record)
+    return found
 
 
 def policy_label(record: Mapping[str, Any]) -> str:
@@ -101,18 +107,14 @@ def policy_label(record: Mapping[str, Any]) -> str:
 
 
 def weights_label(record: Mapping[str, Any], with_origin: bool = False) -> str:
-    """The exclusion set in a few words; with the checkpoint before it where a study mixes them."""
+    """The exclusion set in a few words, whatever else tells the lines of a study apart; with the checkpoint before it
+    where a study mixes them."""
     label = str(record.get("exclude_label") or _globs(record.get("exclude")) or "published")
     draft = record.get("draft_exclude")
     if draft is not None and draft != record.get("exclude") and "(draft: " not in label:
         label += f" (draft: {_globs(draft) or 'none'})"
     label = weights_words(label, record.get("model_format"))
     return f"{_origin(record)}: {label}" if with_origin else label
-
-
-def setting_words(record: Mapping[str, Any]) -> str:
-    """The exclusion set alone, whatever else tells the lines of a study apart."""
-    return weights_label(record)
 
 
 def _globs(exclude: Any) -> str:
@@ -133,18 +135,12 @@ def _told(key: str, value: Any) -> str:
 
 def _value(record: Mapping[str, Any], key: str) -> Any:
     """A setting, or a fact of the row's point."""
-    return record[key] if key in record else _fact(record, key)
-
-
-def _fact(record: Mapping[str, Any], key: str) -> Any:
-    about = record.get("provenance")
-    config = about.get("config") if isinstance(about, Mapping) else None
-    return config.get(key) if isinstance(config, Mapping) else None
+    return record[key] if key in record else fact_of(record, "config", key)
 
 
 def _content(record: Mapping[str, Any]) -> str:
     """The checkpoint's content hash; empty where the row does not say."""
-    return str(_fact(record, "checkpoint") or "")
+    return str(fact_of(record, "config", "checkpoint") or "")
 
 
 def _known(records: Iterable[Mapping[str, Any]], key: str) -> set[str]:
@@ -169,6 +165,6 @@ def group_series(records: list[Record]) -> dict[str, list[Record]]:
     """series -> its rows that have a result, sorted by depth; series in the order they first appear."""
     series: dict[str, list[Record]] = {}
     for record in records:
-        if record.get("error") is None and record.get("acceptance_length") is not None:
+        if has_length(record):
             series.setdefault(record["series"], []).append(record)
     return {name: sorted(found, key=lambda record: record["depth"]) for name, found in series.items()}

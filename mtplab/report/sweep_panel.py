@@ -6,7 +6,6 @@ here, and tests give a sweep of their own.
 
 from __future__ import annotations
 
-import re
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -19,36 +18,18 @@ import ipywidgets as widgets
 from mtplab.errors import ConfigError
 from mtplab.report.figures import acceptance_by_depth
 from mtplab.report.module_tree import ModuleTree
+from mtplab.report.opened import opened_checkpoint
 from mtplab.report.panels import Panel, Progress
-from mtplab.report.tables import acceptance_table
+from mtplab.report.rows_table import acceptance_table
 from mtplab.report.text import plain
 
-__all__ = ["SweepPanel", "module_globs"]
+__all__ = ["SweepPanel"]
 
 PRESETS = ("published", "none", "mtp.*")
-MAX_SINGLE = 600  # a list of ten thousand experts helps nobody, and a browser takes long over it
 SAME = "same as target"
 ALL_PROMPTS, OWN_TEXT = "all bundled prompts", "my own text below"
 
-_LABEL = {"description_width": "130px"}
-# a child as wide as its column lets it be: 100 % would stand out by its own margin
-_CHILD = {"width": "auto"}
 _COLUMN = {"width": "min(480px, 100%)", "overflow": "visible"}
-
-
-def module_globs(plan: Any) -> list[str]:
-    """Globs worth offering for a plan: one per kind of module that multiplies, then (if few) every such module.
-
-    Names are as they stand on disk; `*.mlp.down_proj` stands for that module in every layer, the draft's too.
-    """
-    linear = [module.name for module in plan.modules if module.multiplies]
-    kinds: dict[str, int] = {}
-    for name in linear:
-        if ".layers." in name or name.startswith("layers."):
-            kind = re.sub(r"\bexperts\.\d+\b", "experts.*", name.split("layers.", 1)[1].partition(".")[2])
-            kinds[f"*.{kind}"] = kinds.get(f"*.{kind}", 0) + 1
-    singles = linear if len(linear) <= MAX_SINGLE else []
-    return [glob for glob, count in kinds.items() if count > 1] + singles
 
 
 class SweepPanel(Panel):
@@ -72,6 +53,9 @@ class SweepPanel(Panel):
 
     title = "Sweep"
     run_label = "Run sweep"
+    label_width = "130px"
+    # as wide as its column lets it be: 100 % would stand out by its own margin
+    input_width = "auto"
 
     def __init__(
         self,
@@ -102,7 +86,7 @@ class SweepPanel(Panel):
         depths, exclude, policies, domains, max_new_tokens = self._start
         return {
             "depths": widgets.IntRangeSlider(
-                value=depths, min=0, max=16, description="Draft depths", style=_LABEL, layout=widgets.Layout(**_CHILD)
+                value=depths, min=0, max=16, description="Draft depths", **self.look()
             ),
             **{
                 f"preset {name}": widgets.Checkbox(
@@ -116,11 +100,10 @@ class SweepPanel(Panel):
                 value=policies[:1],
                 description="Target KV cache",
                 rows=len(policies),
-                style=_LABEL,
-                layout=widgets.Layout(**_CHILD),
+                **self.look(),
             ),
             "draft_policy": widgets.Dropdown(
-                options=(SAME, *policies), description="Draft KV cache", style=_LABEL, layout=widgets.Layout(**_CHILD)
+                options=(SAME, *policies), description="Draft KV cache", **self.look()
             ),
             "temperature": widgets.FloatSlider(
                 value=0.0,
@@ -128,8 +111,7 @@ class SweepPanel(Panel):
                 max=1.5,
                 step=0.1,
                 description="Temperature",
-                style=_LABEL,
-                layout=widgets.Layout(**_CHILD),
+                **self.look(),
             ),
             "new_tokens": widgets.IntSlider(
                 value=max_new_tokens,
@@ -137,28 +119,26 @@ class SweepPanel(Panel):
                 max=256,
                 step=8,
                 description="New tokens",
-                style=_LABEL,
-                layout=widgets.Layout(**_CHILD),
+                **self.look(),
             ),
             "prompts": widgets.Dropdown(
                 options=[(plain(name), name) for name in (ALL_PROMPTS, *domains, OWN_TEXT)],
                 description="Prompts",
-                style=_LABEL,
-                layout=widgets.Layout(**_CHILD),
+                **self.look(),
             ),
             "text": widgets.Textarea(
                 placeholder="Your own prompts, an empty line between two of them",
                 description="Own text",
                 rows=3,
-                style=_LABEL,
-                layout=widgets.Layout(**_CHILD),
+                **self.look(),
             ),
         }
 
     def _module_input(self) -> widgets.Widget:
         """What chooses an exclusion set of one's own: `value` holds names and globs."""
         if self._modules is None:
-            plan, recommended, why = _plan_of(self.checkpoint), self._recommended, "what the search found"
+            plan = opened_checkpoint(self.checkpoint).plan()
+            recommended, why = self._recommended, "what the search found"
             if recommended is None:
                 recommended, why = _portable(self.checkpoint), "what engines build in BF16 whatever a list says"
             return ModuleTree(plan, recommended, why, title="Also keep out")
@@ -166,15 +146,14 @@ class SweepPanel(Panel):
             options=[(plain(glob), glob) for glob in self._modules],
             description="Also keep out",
             rows=6,
-            style=_LABEL,
-            layout=widgets.Layout(**_CHILD),
+            **self.look(),
         )
 
     def layout(self) -> widgets.Widget:
         w = self._widgets
         label = widgets.HTML(
             '<div style="text-align:right">Kept out of FP8</div>',
-            layout=widgets.Layout(width="130px", margin="2px 6px 2px 2px"),
+            layout=widgets.Layout(width=self.label_width, margin="2px 6px 2px 2px"),
         )
         wrap = {"display": "flex", "flex_flow": "row wrap"}
         presets = widgets.Box(
@@ -262,27 +241,13 @@ def _preset(name: str) -> Any:
     return name if name in ("published", "none") else [name]
 
 
-def _plan_of(checkpoint: Any) -> Any:
-    return _opened(checkpoint).plan()
-
-
-def _opened(checkpoint: Any) -> Any:
-    """The checkpoint itself, of a path or of a loaded model."""
-    checkpoint = getattr(checkpoint, "checkpoint", checkpoint)
-    if callable(getattr(checkpoint, "plan", None)):
-        return checkpoint
-    from mtplab.checkpoint import open_checkpoint
-
-    return open_checkpoint(checkpoint)
-
-
 def _portable(checkpoint: Any) -> Callable[[], list[str]]:
     """Modules that must stay BF16 for every engine to load what is written; looked for when it is asked for."""
 
     def names() -> list[str]:
         from mtplab.checkpoint.convert.foresee import never_fp8_anywhere
 
-        opened = _opened(checkpoint)
+        opened = opened_checkpoint(checkpoint)
         # of a quantised one that is what its own file holds in BF16, which stays so
         return [] if opened.quantization is not None else never_fp8_anywhere(opened)
 

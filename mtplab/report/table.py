@@ -6,17 +6,15 @@ stands in them.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from mtplab.report.tables import html_table
-from mtplab.report.text import escape, plain
+from mtplab.checkpoint.text_table import scrolling
+from mtplab.report.text import escape, in_markdown, one_line, plain
+from mtplab.study.number_table import Cell, number_lines, on_one_line
 
-__all__ = ["Table", "in_markdown", "one_line"]
-
-MOST = 44  # characters of a cell in a terminal, where a line is a line
-_MARKS = re.compile(r"([\\`*_\[\]<>|&#~$!])")
+__all__ = ["Table", "html_table"]
 
 
 @dataclass(frozen=True)
@@ -25,28 +23,19 @@ class Table:
 
     title: str
     head: Sequence[str]
-    body: Sequence[Sequence[str]]
+    body: Sequence[Sequence[Cell]]
     left: int = 1
     note: str = ""
 
     def to_text(self) -> str:
         """Aligned columns below the title."""
-        rows = [[one_line(cell) for cell in line] for line in (self.head, *self.body)]
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-
-        def aligned(cells: Sequence[str]) -> str:
-            sides = (
-                cell.ljust(width) if at < self.left else cell.rjust(width)
-                for at, (cell, width) in enumerate(zip(cells, widths, strict=True))
-            )
-            return "  ".join(sides).rstrip()
-
-        lines = [aligned(rows[0]), "  ".join("─" * width for width in widths), *map(aligned, rows[1:])]
+        head, *body = [[one_line(on_one_line(cell)) for cell in line] for line in (self.head, *self.body)]
+        lines = number_lines(head, body, self.left, rule=True)
         return "\n".join([self.title, "", *lines, *([f"  {self.note}"] if self.note else [])])
 
     def to_markdown(self) -> str:
         """A table of GitHub's Markdown below its title in bold."""
-        lines = [[in_markdown(cell) for cell in line] for line in (self.head, *self.body)]
+        lines = [[in_markdown(on_one_line(cell)) for cell in line] for line in (self.head, *self.body)]
         sides = [":--" if at < self.left else "--:" for at in range(len(self.head))]
         lines.insert(1, sides)
         text = [f"**{in_markdown(self.title)}**", "", *(f"| {' | '.join(line)} |" for line in lines)]
@@ -58,14 +47,31 @@ class Table:
         return html_table(self.head, self.body, self.title, left=self.left) + note
 
 
-def one_line(text: object, most: int = MOST) -> str:
-    """On one line of at most `most` characters, cut in the middle: names differ at their ends."""
-    line = " ".join(plain(text).split())
-    half = (most - 1) // 2
-    return line if len(line) <= most else f"{line[:half]}…{line[-(most - 1 - half) :]}"
+def html_table(
+    head: Sequence[Any], body: Iterable[Sequence[Any]], caption: str = "", left: int = 1, height: str = "none"
+) -> str:
+    """A table in a box that scrolls sideways on a narrow page; the first `left` columns are text, and of a pair of
+    texts the second stands below the first.
 
+    Args:
+        head: column titles.
+        body: rows of cells, as many as titles; anything is turned into escaped text.
+        height: CSS height past which the box scrolls.
+    """
 
-def in_markdown(text: object) -> str:
-    """Text that Markdown takes as it is: no markup, no link, nobody mentioned."""
-    line = _MARKS.sub(r"\\\1", one_line(text, 400))
-    return line.replace("://", "\\://").replace("www.", "www\\.").replace("@", "@\u200b")
+    def line(cells: Sequence[Any], tag: str) -> str:
+        scope = " scope=col" if tag == "th" else ""
+        # styles stand in the cell, since a widget and an exported page bring different sheets
+        sides = ["text-align:left" if at < left else "text-align:right;white-space:nowrap" for at in range(len(cells))]
+        styles = [f"{side};padding:3px 14px 3px 4px;line-height:1.4" for side in sides]
+        texts = ["<br>".join(map(escape, cell)) if isinstance(cell, tuple) else escape(cell) for cell in cells]
+        return "".join(
+            f'<{tag}{scope} style="{style}">{text}</{tag}>' for text, style in zip(texts, styles, strict=True)
+        )
+
+    lines = "".join(f"<tr>{line(row, 'td')}</tr>" for row in body)
+    # a caption is as wide as its table, and may lie outside the box in part: its lines are not
+    words = f'<span style="display:block;max-width:46em">{escape(caption)}</span>'
+    title = f'<caption style="text-align:left;font-weight:600">{words}</caption>' if caption else ""
+    table = f"<table>{title}<thead><tr>{line(head, 'th')}</tr></thead><tbody>{lines}</tbody></table>"
+    return scrolling(table, plain(caption or "table"), height, "mtplab-table")

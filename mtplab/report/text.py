@@ -1,7 +1,7 @@
 """Untrusted text made inert: names in checkpoints, prompts and error messages may hold anything.
 
-Knows nothing of where the text comes from. Three readers need three kinds of care: HTML, a JSON island
-inside HTML, and a matplotlib label.
+Knows nothing of where the text comes from. Each reader needs care of its own: HTML, a JSON island inside HTML,
+Markdown, a matplotlib label, and a terminal or a table, where a line is a line.
 """
 
 from __future__ import annotations
@@ -12,12 +12,17 @@ import math
 import re
 from typing import Any
 
+from mtplab.checkpoint.text_table import as_bytes
 from mtplab.errors import printable
 
-__all__ = ["escape", "human_bytes", "json_island", "part_words", "plain", "plot_label"]
+__all__ = ["escape", "human_bytes", "in_markdown", "json_island", "one_line", "part_words", "plain", "plot_label"]
 
+MOST = 44  # characters of a cell in a terminal
+
+_MARKS = re.compile(r"([\\`*_\[\]<>|&#~$!])")
 # every sign that can turn the reading direction of the text around it
 _BIDI = re.compile("[\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
+
 
 def plain(text: object) -> str:
     """`text` without control characters but tab and newline, and without direction marks, each shown as its escape."""
@@ -27,6 +32,19 @@ def plain(text: object) -> str:
 def escape(text: object) -> str:
     """`text` for an HTML element or a quoted attribute: markup and control characters are shown, not obeyed."""
     return html.escape(plain(text), quote=True)
+
+
+def one_line(text: object, most: int = MOST) -> str:
+    """On one line of at most `most` characters, cut in the middle: names differ at their ends."""
+    line = " ".join(plain(text).split())
+    half = (most - 1) // 2
+    return line if len(line) <= most else f"{line[:half]}…{line[-(most - 1 - half) :]}"
+
+
+def in_markdown(text: object) -> str:
+    """Text that Markdown takes as it is: no markup, no link, nobody mentioned."""
+    line = _MARKS.sub(r"\\\1", one_line(text, 400))
+    return line.replace("://", "\\://").replace("www.", "www\\.").replace("@", "@\u200b")
 
 
 def plot_label(text: object, limit: int = 60) -> str:
@@ -64,11 +82,5 @@ def part_words(part: str) -> str:
 
 
 def human_bytes(count: float | None) -> str:
-    """A number of bytes with a unit, in powers of 1000: `1.45 MB`."""
-    if count is None:
-        return "–"
-    for unit in ("B", "kB", "MB", "GB"):
-        if abs(count) < 1000:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.3g} {unit}"
-        count /= 1000
-    return f"{count:.4g} TB"
+    """A number of bytes with a unit, in powers of 1000: `1.45 MB`; a dash where there is none."""
+    return "–" if count is None else as_bytes(round(count))

@@ -13,23 +13,24 @@ import numpy as np
 
 from mtplab.errors import ConfigError
 from mtplab.study.acceptance import FEW_PROMPTS, Acceptance
-from mtplab.study.acceptance_views import VIEWS, Choice, View, lines_of
+from mtplab.study.acceptance_views import FEW_ROUNDS, VIEWS, Choice, View, lines_of
 from mtplab.study.frame import frame
-from mtplab.study.number_table import Cell, number_table
+from mtplab.study.number_table import Cell, number_lines, number_table
 from mtplab.study.questions import confidence_of, listed, pair_of, position_of
 from mtplab.study.trace import Trace
+from mtplab.study.words import DEPTH, LENGTH
 
 __all__ = ["AcceptanceSet"]
 
 _AXES = {
-    "depth": ("Draft depth k (draft tokens per round)", "Acceptance length (tokens per round)"),
+    "depth": (DEPTH, LENGTH),
     "position": ("Draft position j in the round", "Share of rounds (%)"),
     "conditional": ("Draft position j in the round", "Share of rounds that got so far (%)"),
-    "context": ("Position in the context (tokens, prompt counted)", "Acceptance length (tokens per round)"),
-    "gate": ("Drafts per round", "Acceptance length (tokens per round)"),
-    "schedule": ("Drafts per round", "Acceptance length (tokens per round)"),
+    "context": ("Position in the context (tokens, prompt counted)", LENGTH),
+    "gate": ("Drafts per round", LENGTH),
+    "schedule": ("Drafts per round", LENGTH),
 }
-_HOLLOW = "Hollow points are over fewer than 50 rounds."
+_HOLLOW = f"Hollow points are over fewer than {FEW_ROUNDS} rounds."
 
 
 class AcceptanceSet:
@@ -207,14 +208,8 @@ class AcceptanceSet:
         return f"<AcceptanceSet: {about}{said}>"
 
     def __str__(self) -> str:
-        header, cells = self._cells()
-        lines = [[cell if isinstance(cell, str) else " ".join(cell) for cell in line] for line in cells]
-        widths = [max(len(line[at]) for line in [header, *lines]) for at in range(len(header))]
-        text = [
-            "  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in [header, *lines]
-        ]
         head = f"acceptance length over {self._prompts} prompts (95 % interval over prompts)"
-        return "\n".join([head, "", *text, *self._cautions()])
+        return "\n".join([head, "", *number_lines(*self._cells()), *self._cautions()])
 
     def _repr_html_(self) -> str:
         return (

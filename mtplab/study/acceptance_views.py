@@ -19,7 +19,7 @@ from mtplab.study.frame import frame
 if TYPE_CHECKING:
     from mtplab.study.acceptance import Acceptance
 
-__all__ = ["VIEWS", "Choice", "Line", "View", "lines_of"]
+__all__ = ["FEW_ROUNDS", "VIEWS", "Choice", "Line", "View", "lines_of"]
 
 #: name → what it shows
 VIEWS = {
@@ -34,6 +34,7 @@ FEW_ROUNDS = 50  # below that a share says little: at 50 % it is ± 14 points ev
 GATES = tuple(step / 10 for step in range(11))
 SWITCHES = 9  # positions at which a schedule's line is worked out
 BIN = 16  # positions of the context that share a point
+
 
 @dataclass(frozen=True)
 class Line:

@@ -10,6 +10,7 @@ import numpy as np
 from mtplab.study.acceptance_set import AcceptanceSet
 from mtplab.study.acceptance_views import Line
 from mtplab.study.bootstrap import change_interval
+from mtplab.study.words import signed
 
 __all__ = ["acceptance_sentences"]
 
@@ -27,10 +28,6 @@ def acceptance_sentences(found: AcceptanceSet) -> list[str]:
 
 def _span(span: tuple[float, float] | None) -> str:
     return "" if span is None else f" ({span[0]:.2f} to {span[1]:.2f})"
-
-
-def _signed(value: float) -> str:
-    return f"{value:+.2f}".replace("-", "−")
 
 
 def _of_temperature(found: AcceptanceSet, deepest: int) -> str:
@@ -61,9 +58,9 @@ def _of_domain(found: AcceptanceSet, temperature: float, deepest: int) -> str:
     sure = (
         "too few prompts to say whether that is chance"
         if span is None
-        else f"a difference of {_signed(span[0])} to {_signed(span[1])}, beyond chance for these two taken alone"
+        else f"a difference of {signed(span[0])} to {signed(span[1])}, beyond chance for these two taken alone"
         if span[0] > 0
-        else f"a difference of {_signed(span[0])} to {_signed(span[1])}, within chance"
+        else f"a difference of {signed(span[0])} to {signed(span[1])}, within chance"
     )
     return (
         f"At temperature {temperature:g}, {high} is the easiest domain ({known[high]:.2f}) and {low} the hardest "
@@ -121,13 +118,13 @@ def _of_plan(found: AcceptanceSet, temperature: float, deepest: int, name: str) 
     against = "tokens a round against a fixed depth with as many drafts"
     if plan.least is None:
         return (
-            f"At temperature {temperature:g}, depth 1 first and {deepest} later gives at best {_signed(most)} "
+            f"At temperature {temperature:g}, depth 1 first and {deepest} later gives at best {signed(most)} "
             f"{against} (switch at token {at:g})."
         )
     least, where = _gain(plan, plan.least, fixed)
     return (
-        f"At temperature {temperature:g}, the best confidence gate gives {_signed(most)} {against} if every chain goes "
-        f"on past its miss (threshold {at:g}) and {_signed(least)} if none does (threshold {where:g})."
+        f"At temperature {temperature:g}, the best confidence gate gives {signed(most)} {against} if every chain goes "
+        f"on past its miss (threshold {at:g}) and {signed(least)} if none does (threshold {where:g})."
     )
 
 

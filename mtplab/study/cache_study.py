@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from mtplab.errors import ConfigError
 from mtplab.study.prompts import calibration_ids, load_prompts
-from mtplab.study.quality import KEPT_BYTES, Quality, logits_bytes, own_texts, quality, read
+from mtplab.study.quality import Quality, own_texts, quality, read_if_kept
 from mtplab.study.questions import traced_depth
 
 if TYPE_CHECKING:
@@ -213,7 +213,7 @@ def compare_caches(
     if texts is None:
         skip = [len(one) - 1 for one in given]
         texts = own_texts(model, given, text_tokens, seed)
-    reference = _reference(model, texts)
+    reference = read_if_kept(model, texts)
     lines: dict[tuple[str, str], CacheLine] = {}
     for name in targets:
         step(f"{name}: quality")
@@ -227,13 +227,6 @@ def compare_caches(
     if on_step is not None:
         on_step(total, total, "")
     return CacheStudy(lines)
-
-
-def _reference(model: Model, texts: Sequence[Any]) -> Any:
-    """The unquantised cache's logits over the texts, or the model itself where they would be too many to keep."""
-    from mtplab.decode import token_ids
-
-    return read(model, texts) if logits_bytes(model, token_ids(model, texts)) <= KEPT_BYTES else model
 
 
 def _traces(model, ids, chosen, policy, drafts, max_depth, settings, step, cancel) -> dict[str, Trace]:

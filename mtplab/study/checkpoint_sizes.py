@@ -65,8 +65,7 @@ def sizes_of(checkpoint: Checkpoint) -> ModelSizes:
         if any(text.get(key) not in (None, 1, []) for key in _EVERY):
             raise CheckpointError(
                 f"{checkpoint.path}: config.json spreads experts over some layers only ({', '.join(_EVERY)}), which "
-                "the "
-                "cost model does not know; expected experts in every layer after the first dense ones"
+                "the cost model does not know; expected experts in every layer after the first dense ones"
             )
     tied = text.get("tie_word_embeddings", outer.get("tie_word_embeddings", False)) is True
     return ModelSizes(
@@ -96,8 +95,7 @@ def weights_of(checkpoint: Checkpoint, sizes: ModelSizes, model_format: str | No
         if not 0.3 < each < 4.6:
             raise CheckpointError(
                 f"{checkpoint.path}: {part} has {nbytes[part]:,} bytes, {each:.2f} for each of the {count:,.0f} "
-                "parameters "
-                "that config.json gives it; expected 0.3 to 4.6: the two do not describe one model"
+                "parameters that config.json gives it; expected 0.3 to 4.6: the two do not describe one model"
             )
         formats[part] = Format(f"{each:.2f} bytes", each, "fp4" if each < 0.75 else "fp8" if each < 1.4 else "bf16")
     formats["fc"] = formats.pop("draft_fc")
@@ -144,7 +142,6 @@ class _Reader:
         if type(value) is not int or not 0 <= value < 1 << 32 or (value == 0 and default != 0):
             raise CheckpointError(
                 f"{self._checkpoint.path}: config.json gives {key} as {self._text.get(key)!r:.60}; expected a whole "
-                "number "
-                "above 0 to work out what a round reads"
+                "number above 0 to work out what a round reads"
             )
         return value

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from mtplab.errors import ConfigError
+from mtplab.study.fields import has_length
 
 if TYPE_CHECKING:
     from mtplab.study.acceptance import Acceptance
@@ -39,9 +40,8 @@ class Curve:
                 raise ConfigError(f"depth {depth!r:.40} of the acceptance: expected a whole number from 0 to {MOST}")
             if not _number(length) or not 1 <= length <= depth + 1 + 1e-9:
                 raise ConfigError(
-                    f"acceptance length at depth {depth} is {length!r:.40}; expected 1 to {depth + 1}: a round "
-                    "gives its "
-                    "accepted drafts and one token more"
+                    f"acceptance length at depth {depth} is {length!r:.40}; expected 1 to {depth + 1}: a round gives "
+                    "its accepted drafts and one token more"
                 )
         object.__setattr__(self, "lengths", {0: 1.0, **dict(sorted(self.lengths.items()))})
 
@@ -74,9 +74,9 @@ class Curve:
         for at, (before, share) in enumerate(itertools.pairwise(found), 2):
             if share > before + 1e-9:
                 raise ConfigError(
-                    f"acceptance at position {at} is {share:g}, above {before:g} at {at - 1}; expected shares that "
-                    "do not "
-                    "grow (of all rounds, those whose drafts 1 … j were all accepted); give conditional ones as such"
+                    f"acceptance at position {at} is {share:g}, above {before:g} at {at - 1}; expected shares that do "
+                    "not grow (of all rounds, those whose drafts 1 … j were all accepted); give conditional ones as "
+                    "such"
                 )
         return cls({depth: 1 + math.fsum(found[:depth]) for depth in range(1, len(found) + 1)}, source)
 
@@ -111,7 +111,7 @@ class Curve:
 
         Raises ConfigError where no row or more than one setting is left.
         """
-        kept = [row for row in rows if row.error is None and row.acceptance_length is not None]
+        kept = [row for row in rows if has_length(row)]
         kept = [row for row in kept if all(getattr(row, name) == value for name, value in wanted.items())]
         names = (*_SETTING, *_ALSO)
         settings = {tuple(getattr(row, name) for name in names) for row in kept}

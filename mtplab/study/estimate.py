@@ -47,7 +47,7 @@ import numpy as np
 
 from mtplab.errors import ConfigError
 from mtplab.study.exclusion_meter import Change, ExclusionMeter
-from mtplab.study.interval import jackknife, student, without_one
+from mtplab.study.interval import student
 from mtplab.study.module_groups import ModuleGroup
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ class Estimate:
 
     def kl(self, modules: Iterable[ModuleGroup | str]) -> Change:
         """KL(BF16 ‖ the target with these in FP8), nats per token, ± half a 95 % interval over texts and draws."""
-        return _per(self.kl_by_text(modules), self.judged)
+        return Change.of(self.kl_by_text(modules), self.judged)
 
     def noise(self, modules: Iterable[ModuleGroup | str]) -> float | None:
         """Half a 95 % interval of what the random vectors alone leave open of `kl`, the texts given; None for one
@@ -110,11 +110,11 @@ class Estimate:
 
     def draft_kl(self, modules: Iterable[ModuleGroup | str]) -> Change:
         """Change of KL(target ‖ first draft), nats per slot, ± half a 95 % interval over texts."""
-        return _per(self.draft_kl_by_text(modules), self.slots)
+        return Change.of(self.draft_kl_by_text(modules), self.slots)
 
     def draft_accepted(self, modules: Iterable[ModuleGroup | str]) -> Change:
         """Change of the share of first drafts that are accepted when they are drawn at temperature 1."""
-        return _per(_summed(self.accepted, modules, (len(self.slots),)), self.slots)
+        return Change.of(_summed(self.accepted, modules, (len(self.slots),)), self.slots)
 
     def local(self, group: ModuleGroup) -> bool:
         """Whether a group's estimate is small enough to be one."""
@@ -124,10 +124,6 @@ class Estimate:
 def _summed(table: Table, modules: Iterable[ModuleGroup | str], shape: tuple[int, ...]) -> np.ndarray:
     names = [name for each in modules for name in ((each,) if isinstance(each, str) else each.modules)]
     return sum((table[name] for name in names if name in table), np.zeros(shape))
-
-
-def _per(sums: np.ndarray, sizes: Sequence[int]) -> Change:
-    return Change(float(sums.sum() / sum(sizes)), jackknife(without_one(sums, sizes)))
 
 
 def estimated(meter: ExclusionMeter, draws: int | None = None, seed: int = 0) -> Estimate:
@@ -221,7 +217,7 @@ class _Passes:
         drafted = batch.draft(self.draft, given)
         # the vocabulary head is the target's, and so is what it costs in FP8
         self.recorder.share, self.recorder.owner = 0.0, batch.owner[batch.slots]
-        q = self.target.logits(drafted).float().softmax(-1)
+        q = self.draft.logits(drafted).float().softmax(-1)
         found = []
         for objective in (-(p * q.log()).sum(), torch.minimum(p, q).sum()):
             objective.backward(retain_graph=True)

@@ -14,7 +14,7 @@ import numpy as np
 from mtplab.study.draft_divergence import draft_divergence
 from mtplab.study.estimate import LOCAL, Estimate
 from mtplab.study.exclusion_meter import Change, ExclusionMeter
-from mtplab.study.interval import Z, jackknife, without_one
+from mtplab.study.interval import Z
 from mtplab.study.module_groups import ModuleGroup
 
 __all__ = ["Checked", "EstimateCheck", "check_estimates"]
@@ -118,15 +118,11 @@ def check_estimates(meter: ExclusionMeter, estimate: Estimate) -> EstimateCheck:
             variant = meter.model.with_exclusions(others or "none", model_format="fp8")
             measured = draft_divergence(variant, meter.texts, skips).kl - plain.kl
             guess, sizes = estimate.draft_kl_by_text([group]), estimate.slots
-        off = _change(measured - guess, sizes)
+        off = Change.of(measured - guess, sizes)
         if group.part == "target" and off.error is not None:
             # squares of normal scores are skewed: draws that came out low look surer than they are. With what was
             # measured in their place, their variance is known
             chance = Z * float(np.sqrt(2 / estimate.draws * (measured**2).sum())) / sum(sizes)
             off = off._replace(error=max(off.error, chance))
-        rows.append(Checked(group, _change(guess, sizes), _change(measured, sizes), off, estimate.local(group)))
+        rows.append(Checked(group, Change.of(guess, sizes), Change.of(measured, sizes), off, estimate.local(group)))
     return EstimateCheck(tuple(rows), estimate.draws, len(estimate.judged), estimate.seconds)
-
-
-def _change(sums: np.ndarray, sizes: tuple[int, ...]) -> Change:
-    return Change(float(sums.sum() / sum(sizes)), jackknife(without_one(sums, sizes)))

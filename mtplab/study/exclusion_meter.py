@@ -7,7 +7,6 @@ search that was stopped goes on where it was. Knows nothing of which sets are wo
 from __future__ import annotations
 
 import copy
-import hashlib
 import json
 import os
 import threading
@@ -25,13 +24,12 @@ from mtplab.errors import ConfigError
 from mtplab.models.cache_fit import check_cache
 from mtplab.study.interval import jackknife, without_one
 from mtplab.study.module_groups import ModuleGroup, module_groups, never_fp8
-from mtplab.study.point import canonical_json
+from mtplab.study.point import digest_of
 from mtplab.study.prompts import calibration_ids
 
 __all__ = ["Change", "ExclusionMeter", "Measured", "kl_change", "length_change", "relative_loss"]
 
 SCHEMA = 2  # 1 let a quantised cache write the texts of KL
-_KEEP_BYTES = 1 << 30  # of the reference's logits
 
 
 class Change(NamedTuple):
@@ -39,6 +37,11 @@ class Change(NamedTuple):
 
     value: float
     error: float | None
+
+    @classmethod
+    def of(cls, sums: Sequence[float] | np.ndarray, sizes: Sequence[float]) -> Change:
+        """The ratio of two sums over prompts or texts, each given by its parts."""
+        return cls(float(sum(sums) / sum(sizes)), jackknife(without_one(sums, sizes)))
 
     @property
     def within_chance(self) -> bool:
@@ -72,7 +75,7 @@ class Measured:
     @property
     def mean_kl(self) -> Change:
         """KL(BF16 ‖ this target), nats per token, and its ±."""
-        return Change(sum(self.kl) / sum(self.judged), jackknife(without_one(self.kl, self.judged)))
+        return Change.of(self.kl, self.judged)
 
     @property
     def top1_agreement(self) -> float:
@@ -82,7 +85,7 @@ class Measured:
     @property
     def length(self) -> Change:
         """Acceptance length, tokens per round, and its ±."""
-        return Change(sum(self.tokens) / sum(self.rounds), jackknife(without_one(self.tokens, self.rounds)))
+        return Change.of(self.tokens, self.rounds)
 
 
 def kl_change(one: Measured, other: Measured) -> Change:
@@ -245,10 +248,9 @@ class ExclusionMeter:
 
     @cached_property
     def _reference(self) -> Any:
-        from mtplab.study.quality import read
+        from mtplab.study.quality import read_if_kept
 
-        size = 4 * self.model.config.vocab_size * sum(map(len, self.texts))
-        return read(self.model, self.texts, self.model.engine.exact) if size <= _KEEP_BYTES else self.model
+        return read_if_kept(self.model, self.texts, self.model.engine.exact)
 
     @property
     def _judged(self) -> tuple[int, ...]:
@@ -316,7 +318,7 @@ class ExclusionMeter:
             "exact": self.model.engine.exact and self.model.can_be_exact,
             "calibration": self.calibration,
         }
-        self.settings_hash = hashlib.sha256(canonical_json(facts).encode("ascii")).hexdigest()
+        self.settings_hash = digest_of(facts)
         folder = results_folder(self._results)
         file = folder / f"exclusions-{self.settings_hash[:16]}.jsonl"
         try:
@@ -334,7 +336,7 @@ class ExclusionMeter:
         self.measured[key] = found
         if self._file is None:
             return
-        record = {"settings": self.settings_hash, "set": _digest(key)} | asdict(found)
+        record = {"settings": self.settings_hash, "set": digest_of(sorted(key))} | asdict(found)
         # the newline in front ends what a killed process may have left; one write, so that two processes do not mix
         line = b"\n" + json.dumps(record, allow_nan=False).encode("ascii") + b"\n"
         try:
@@ -343,10 +345,6 @@ class ExclusionMeter:
                 os.fsync(file.fileno())
         except OSError as problem:
             raise ConfigError(f"{self._file}: cannot be written ({problem.strerror}); give another folder") from None
-
-
-def _digest(key: frozenset[str]) -> str:
-    return hashlib.sha256(canonical_json(sorted(key)).encode("ascii")).hexdigest()
 
 
 def _parsed(line: bytes, settings: str, prompts: int) -> tuple[frozenset[str], Measured] | None:
@@ -358,6 +356,6 @@ def _parsed(line: bytes, settings: str, prompts: int) -> tuple[frozenset[str], M
         found = Measured(**{name: tuple(value) if isinstance(value, list) else value for name, value in record.items()})
         key = frozenset(found.excluded)
         whole = {len(part) for part in (found.kl, found.agreed, found.judged, found.tokens, found.rounds)} == {prompts}
-        return (key, found) if whole and _digest(key) == digest else None
+        return (key, found) if whole and digest_of(sorted(key)) == digest else None
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return None

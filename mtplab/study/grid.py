@@ -289,13 +289,11 @@ def exclusion_remark(checkpoint: Any, plan: Any, *exclusions: Any) -> str | None
     if not asked or checkpoint.quantization is None:
         return None
     kept = sum(m.multiplies and m.weight == "fp8" and m.activation == "none" for m in plan.modules)
+    if not kept:
+        return None
     return (
-        (
-            f"the checkpoint is stored in FP8: {kept} excluded linear modules keep their FP8 weights and only lose "
-            "activation rounding; start from the BF16 checkpoint to see what FP8 costs them"
-        )
-        if kept
-        else None
+        f"the checkpoint is stored in FP8: {kept} excluded linear modules keep their FP8 weights and only lose "
+        "activation rounding; start from the BF16 checkpoint to see what FP8 costs them"
     )
 
 

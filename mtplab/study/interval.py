@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from mtplab.study.fields import field_of
+from mtplab.study.fields import fact_of, field_of
 
 __all__ = [
     "Change",
@@ -171,10 +171,10 @@ def same_prompts(row: Any, other: Any) -> bool:
     mine, theirs = _shape(row), _shape(other)
     if mine != theirs:
         return False
-    ids, other_ids = _fact(row, "prompt_digest"), _fact(other, "prompt_digest")
+    ids, other_ids = (fact_of(each, "config", "prompt_digest") for each in (row, other))
     if ids is not None and ids == other_ids:
         return True
-    if None not in (ids, other_ids) and _fact(row, "checkpoint") == _fact(other, "checkpoint"):
+    if None not in (ids, other_ids) and fact_of(row, "config", "checkpoint") == fact_of(other, "config", "checkpoint"):
         return False
     return field_of(row, "prompt_set") == field_of(other, "prompt_set")
 
@@ -183,8 +183,3 @@ def _shape(row: Any) -> tuple[Any, ...]:
     parts = field_of(row, "by_domain") or {}
     each = tuple((name, len(field_of(part, "prompt_rounds") or ())) for name, part in parts.items())
     return field_of(row, "max_new_tokens"), each
-
-
-def _fact(row: Any, name: str) -> Any:
-    """What the row's provenance says of its point."""
-    return ((field_of(row, "provenance") or {}).get("config") or {}).get(name)

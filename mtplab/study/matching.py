@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mtplab.errors import ConfigError, printable
+from mtplab.study.fields import fact_of
 from mtplab.study.row import ResultRow
 from mtplab.study.words import cache_words, follows, weights_words
 
@@ -43,9 +44,7 @@ AXES: dict[str, tuple[str, Read]] = {
 
 def _fact(*path: str, short: int = 0) -> Read:
     def read(row: ResultRow) -> str:
-        value: Any = row.provenance
-        for name in path:
-            value = value.get(name) if isinstance(value, dict) else None
+        value = fact_of(row, *path)
         return _UNKNOWN if value is None else printable(str(value))[: short or 80]
 
     return read

@@ -1,6 +1,7 @@
-"""Numbers as an HTML table, in a box that scrolls where it is too wide: from the keyboard too, and with a name.
+"""Numbers in a table: as HTML, in a box that scrolls where it is too wide (from the keyboard too, and with a name), and
+as aligned text.
 
-Every cell is escaped. Knows nothing of what stands in them.
+In HTML every cell is escaped. Knows nothing of what stands in them.
 """
 
 from __future__ import annotations
@@ -8,12 +9,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from html import escape
 
-from mtplab.checkpoint.text_table import scrolling
+from mtplab.checkpoint.text_table import in_columns, scrolling
 
-__all__ = ["Cell", "number_table"]
+__all__ = ["Cell", "number_lines", "number_table", "on_one_line"]
 
 # text, or a number and what stands below it: nine numbers side by side fit a page, and with their intervals do not
 Cell = str | tuple[str, str]
+
+
+def on_one_line(cell: Cell) -> str:
+    """A cell where a line is a line: `4.67 ±0.22`."""
+    return cell if isinstance(cell, str) else " ".join(cell)
 
 
 def number_table(head: Sequence[Cell], lines: Iterable[Sequence[Cell]], name: str, left: int = 0) -> str:
@@ -30,3 +36,11 @@ def number_table(head: Sequence[Cell], lines: Iterable[Sequence[Cell]], name: st
 
     body = "".join(f"<tr>{row(line, 'td')}</tr>" for line in lines)
     return scrolling(f"<table><thead><tr>{row(head, 'th')}</tr></thead><tbody>{body}</tbody></table>", name)
+
+
+def number_lines(
+    head: Sequence[Cell], lines: Iterable[Sequence[Cell]], left: int = 0, rule: bool = False
+) -> list[str]:
+    """The same as text, a line each; with `rule` there is one below the head."""
+    rows = [[on_one_line(cell) for cell in line] for line in (head, *lines)]
+    return in_columns(rows, [at >= left for at in range(len(head))], rule)

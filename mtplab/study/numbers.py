@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 
-__all__ = ["NATS", "percent", "plus_minus", "rounded", "shown_with"]
+__all__ = ["NATS", "percent", "plus_minus", "rounded"]
 
 NATS = "nats per token"
 _FINE = 9  # digits behind the point; smaller numbers get an exponent
@@ -26,18 +26,13 @@ def rounded(value: float, error: float | None = None, sign: bool = False) -> tup
 
 def plus_minus(value: float, error: float | None = None, sign: bool = False) -> str:
     """`0.00456 ± 0.00028`."""
-    return shown_with(" ± ", value, error, sign)
+    number, spread = rounded(value, error, sign)
+    return number if spread is None else f"{number} ± {spread}"
 
 
 def percent(share: float, digits: int = 0, sign: bool = False) -> str:
     """`41 %`, or with `sign` `−14 %`."""
     return f"{_at(100 * share, digits, sign)} %"
-
-
-def shown_with(between: str, value: float, error: float | None = None, sign: bool = False) -> str:
-    """Likewise, with other signs before the error: a table may break the line there."""
-    number, spread = rounded(value, error, sign)
-    return number if spread is None else f"{number}{between}{spread}"
 
 
 def _place(value: float, digits: int) -> int:

@@ -25,6 +25,7 @@ __all__ = [
     "TEXT_SEED",
     "PointConfig",
     "canonical_json",
+    "digest_of",
     "excluded_modules",
     "plan_digest",
 ]
@@ -113,7 +114,7 @@ class PointConfig(BaseModel):
 
     def hash(self) -> str:
         """SHA-256 of the canonical JSON, 64 hex digits."""
-        return hashlib.sha256(self.canonical().encode("ascii")).hexdigest()
+        return _sha256(self.canonical())
 
     def run_arguments(self) -> dict[str, Any]:
         """Keyword arguments of `generate` beside the model, the prompts and the depth."""
@@ -125,14 +126,14 @@ class PointConfig(BaseModel):
         their drafts only. `target_plan` digests what the plan makes of every module but the draft's."""
         own = set() if _calibrated(self.quant_policy) else {"calibration"}
         deciding = _without_idle(self.model_dump(mode="json", exclude=_DRAFT_ONLY | own)) | {"target_plan": target_plan}
-        return hashlib.sha256(canonical_json(deciding).encode("ascii")).hexdigest()
+        return digest_of(deciding)
 
     def texts_hash(self, reference: str) -> str:
         """SHA-256 of what decides the texts that an unquantised checkpoint of this content hash writes from the
         point's prompts. Neither the temperature nor the cache of the point does."""
         deciding = self.model_dump(mode="json", include={*_ARITHMETIC, "prompts", "max_new_tokens"})
         facts = deciding | {"quality_schema": QUALITY_SCHEMA, "seed": TEXT_SEED, "reference": reference}
-        return hashlib.sha256(canonical_json(facts).encode("ascii")).hexdigest()
+        return digest_of(facts)
 
     def quality_hash(self, target_plan: str, texts: str | None) -> str:
         """SHA-256 of what decides the target's quality: the target, its cache, and the reference's texts (their
@@ -141,16 +142,16 @@ class PointConfig(BaseModel):
         calibrated = {"calibration"} if _calibrated(self.quant_policy) else set()
         facts = self.model_dump(mode="json", include=include | calibrated)
         facts |= {"quality_schema": QUALITY_SCHEMA, "target_plan": target_plan, "texts": texts}
-        return hashlib.sha256(canonical_json(facts).encode("ascii")).hexdigest()
+        return digest_of(facts)
 
     def settings(self) -> dict[str, Any]:
         """The config without the long lists, for a row's provenance (JSON-ready); of the prompts' ids a SHA-256, by
         which rows of two files are known to be over the same prompts."""
         long = {"prompts", "domains", "excluded", "draft_excluded", "calibration"}
-        ids = hashlib.sha256(canonical_json(self.prompts).encode("ascii")).hexdigest()
+        ids = digest_of(self.prompts)
         found = self.model_dump(mode="json", exclude=long) | {"prompt_digest": ids}
         if self.calibration is not None:
-            texts = hashlib.sha256(canonical_json(self.calibration).encode("ascii")).hexdigest()
+            texts = digest_of(self.calibration)
             found["calibration"] = f"{len(self.calibration)} texts, {texts}"
         return found
 
@@ -170,10 +171,19 @@ def canonical_json(value: Any) -> str:
     return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
 
 
+def digest_of(value: Any) -> str:
+    """SHA-256 of a value's canonical JSON, 64 hex digits."""
+    return _sha256(canonical_json(value))
+
+
+def _sha256(text: str) -> str:
+    return hashlib.sha256(text.encode("ascii")).hexdigest()
+
+
 def plan_digest(modules: Iterable[Any]) -> str:
     """SHA-256 over what the plan makes of every module; the rule that led there does not count."""
     facts = sorted((m.name, m.part, m.weight, m.activation, list(m.shape)) for m in modules)
-    return hashlib.sha256(canonical_json(facts).encode("ascii")).hexdigest()
+    return digest_of(facts)
 
 
 def excluded_modules(modules: Iterable[Any], part: str) -> tuple[str, ...]:

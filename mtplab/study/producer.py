@@ -6,7 +6,6 @@ points or who asked. At temperature 0 both ways give the same numbers.
 
 from __future__ import annotations
 
-import hashlib
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ from functools import reduce
 from typing import TYPE_CHECKING, Any
 
 from mtplab.study import provenance
-from mtplab.study.point import PointConfig, canonical_json
+from mtplab.study.point import PointConfig, digest_of
 from mtplab.study.row import DomainStats, ResultRow, counts_of
 
 if TYPE_CHECKING:
@@ -75,7 +74,7 @@ def produce(
         # prefill is the same work at every depth; what a depth changes is the rest
         seconds=generation.decode_seconds,
         tokens_per_second=generation.tokens_per_second,
-        output_hash=hashlib.sha256(canonical_json([list(t) for t in generation.tokens]).encode()).hexdigest(),
+        output_hash=digest_of([list(tokens) for tokens in generation.tokens]),
         provenance=provenance.collect(str(getattr(model, "device", config.device)), config.settings())
         | {"threads": generation.settings["threads"]},
     )

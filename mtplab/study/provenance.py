@@ -18,7 +18,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-__all__ = ["collect", "version"]
+__all__ = ["PACKAGES", "collect", "version"]
 
 # where a checkout keeps pyproject.toml and .git; an installed package has neither there
 _ROOT = Path(__file__).resolve().parents[2]

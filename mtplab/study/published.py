@@ -55,6 +55,13 @@ class Compared:
     def deviation(self) -> float:
         return self.modelled / self.point.value - 1
 
+    @property
+    def cells(self) -> tuple[str, str, str]:
+        """Published, modelled, and by how much the model is off, with their units."""
+        unit, digits = ("×", 2) if self.point.depth else (" tokens/s", 0)
+        both = (f"{number:.{digits}f}{unit}" for number in (self.point.value, self.modelled))
+        return *both, percent(self.deviation, sign=True)
+
 
 def compare(points: Sequence[Point] | None = None) -> list[Compared]:
     """The model's number for every point, with its default constants."""
@@ -78,14 +85,11 @@ def markdown(compared: Sequence[Compared]) -> str:
     reasons = list(dict.fromkeys(c.point.why for c in compared if c.point.why))
     for c in compared:
         p = c.point
-        unit = "×" if p.depth else " tokens/s"
-        digits = 2 if p.depth else 0
         notes = [f"[{sources.index(p.source) + 1}]"] + ([f"({'abcdefghij'[reasons.index(p.why)]})"] if p.why else [])
         given = f"{p.length:.2f}{'*' if p.length_from else ''}" if p.depth else ""
         rows.append(
             f"| {p.model}, {p.weights} | {p.tp} × {p.gpu} | {p.batch}, {p.context} | {p.depth} | {given} | "
-            f"{p.value:.{digits}f}{unit} | {c.modelled:.{digits}f}{unit} | "
-            f"{percent(c.deviation, sign=True)} | {' '.join(notes)} |"
+            f"{' | '.join(c.cells)} | {' '.join(notes)} |"
         )
     lent = list(dict.fromkeys(c.point.length_from for c in compared if c.point.length_from))
     text = [*rows, ""]

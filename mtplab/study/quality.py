@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from mtplab.models import Model, ModelConfig
     from mtplab.quant.policy import QuantPolicy
 
-__all__ = ["KEPT_BYTES", "Quality", "Reading", "logits_bytes", "own_texts", "quality", "read"]
+__all__ = ["KEPT_BYTES", "Quality", "Reading", "logits_bytes", "own_texts", "quality", "read", "read_if_kept"]
 
 # of a reference's logits that are worth keeping; past it the reference is read again for each variant
 KEPT_BYTES = 1 << 30
@@ -137,6 +137,13 @@ def read(
 def logits_bytes(model: Model, texts: Sequence[Sequence[int]]) -> int:
     """Bytes of what `read` keeps of texts as ids: float32 logits of every token."""
     return 4 * model.config.vocab_size * sum(map(len, texts))
+
+
+def read_if_kept(model: Model, texts: Sequence[str | Sequence[int]], exact: bool = False) -> Reading | Model:
+    """A reference for many variants: what `read` keeps of texts, or the model itself where that is too much."""
+    from mtplab.decode import token_ids
+
+    return read(model, texts, exact) if logits_bytes(model, token_ids(model, texts)) <= KEPT_BYTES else model
 
 
 def own_texts(model: Model, prompts: Any, max_new_tokens: int = 128, seed: int = 0, **settings: Any) -> list[list[int]]:

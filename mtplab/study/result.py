@@ -5,19 +5,20 @@ This module does not run or store anything, and draws no figures.
 
 from __future__ import annotations
 
-import html
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from html import escape
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mtplab.errors import ConfigError
 from mtplab.study.frame import frame
 from mtplab.study.interval import length_error
+from mtplab.study.number_table import Cell, number_lines, number_table
 from mtplab.study.row import ResultRow
-from mtplab.study.soundness import COLUMNS, quality_cells, quality_notes
-from mtplab.study.words import cache_words, follows, weights_words
+from mtplab.study.soundness import COLUMNS, quality_notes, quality_numbers
+from mtplab.study.words import cache_words, follows, prompts_words, weights_words
 
 if TYPE_CHECKING:
     from mtplab.study.trace import Trace
@@ -34,8 +35,18 @@ _COLUMNS = {
     "prompt set": lambda row: row.prompt_set,
 }
 _ALWAYS = ("exclusions", "KV cache")
-_BYTES = "KV B/token"  # of the target's cache, shown where points differ in it
+_BYTES = ("KV", "B/token")  # of the target's cache, shown where points differ in it
 _PLUS_MINUS = "± is half a 95 % interval over prompts, of each number by itself and not of the difference of two"
+
+
+class _Table(NamedTuple):
+    """What all lines share, the titles, the lines, how many columns of them are text, and what failed."""
+
+    common: str
+    head: list[Cell]
+    lines: list[list[Cell]]
+    left: int
+    errors: list[str]
 
 
 @dataclass(frozen=True, repr=False)
@@ -103,47 +114,21 @@ class SweepResult:
 
     def to_table(self, by_domain: bool = False) -> str:
         """Acceptance length by depth as aligned text: one line per point, or one per point and prompt domain."""
-        common, header, lines, errors = self._cells(by_domain)
-        widths = [max(len(line[i]) for line in [header, *lines]) for i in range(len(header))]
-        names = [name for name in header if not name.startswith("d=") and name not in (_BYTES, *COLUMNS)]
-
-        def aligned(cells: list[str]) -> str:
-            padded = [
-                cell.ljust(width) if i < len(names) else cell.rjust(width)
-                for i, (cell, width) in enumerate(zip(cells, widths, strict=True))
-            ]
-            return "  ".join(padded).rstrip()
-
-        rule = ["─" * width for width in widths]
-        text = [f"acceptance length by depth · {common}", ""]
-        text += [aligned(line) for line in (header, rule, *lines)]
-        text += [f"  failed: {error}" for error in errors]
+        table = self._table(by_domain)
+        text = [f"acceptance length by depth · {table.common}", ""]
+        text += number_lines(table.head, table.lines, table.left, rule=True)
+        text += [f"  failed: {error}" for error in table.errors]
         text += [f"  {remark}" for remark in self._remarks(by_domain)]
         return "\n".join(text)
 
     def _repr_html_(self) -> str:
-        common, header, lines, errors = self._cells()
-        names = self._varying()[0]
-
-        def row(cells: list[str], tag: str) -> str:
-            sides = ["left" if i < len(names) else "right" for i in range(len(cells))]
-            # intervals and ratios below their numbers: nine depths side by side fit a page
-            texts = [html.escape(cell) for cell in cells]
-            for sign in (" ±", " ×", " B/"):
-                texts = [text.replace(sign, f"<br>{sign[1:]}") for text in texts]
-            return "".join(
-                f'<{tag} style="text-align:{side};white-space:nowrap">{text}</{tag}>'
-                for text, side in zip(texts, sides, strict=True)
-            )
-
-        body = "".join(f"<tr>{row(line, 'td')}</tr>" for line in lines)
-        foot = "".join(f"<div>failed: {html.escape(error)}</div>" for error in errors)
-        foot += "".join(f"<div>{html.escape(text)}</div>" for text in [*self._remarks(), *self.notes])
+        table = self._table()
+        failed = [f"failed: {error}" for error in table.errors]
+        foot = "".join(f"<div>{escape(text)}</div>" for text in [*failed, *self._remarks(), *self.notes])
         return (
-            f"<div><div>acceptance length by depth · {html.escape(common)}</div>"
-            '<div style="overflow-x:auto;max-width:100%" tabindex="0" role="region" aria-label="Acceptance by depth">'
-            f"<table><thead><tr>{row(header, 'th')}</tr></thead><tbody>{body}</tbody></table></div>"
-            f"<div>{html.escape(self.summary())}</div>{foot}</div>"
+            f"<div><div>acceptance length by depth · {escape(table.common)}</div>"
+            f"{number_table(table.head, table.lines, 'Acceptance by depth', table.left)}"
+            f"<div>{escape(self.summary())}</div>{foot}</div>"
         )
 
     def trace(self, point: ResultRow | str) -> Trace:
@@ -196,8 +181,8 @@ class SweepResult:
         chance = quality_notes(self.rows, columns=not by_domain) + chance
         return [f"{group}: the same modules in FP8, hence one result" for group in same] + list(own) + chance
 
-    def _cells(self, by_domain: bool = False) -> tuple[str, list[str], list[list[str]], list[str]]:
-        """(what all share, header, one list of cells per point, errors)."""
+    def _table(self, by_domain: bool = False) -> _Table:
+        """A line per point, or per point and domain."""
         names, shared = self._varying()
         depths = sorted({row.depth for row in self.rows})
         points: dict[tuple[str, ...], dict[int, ResultRow]] = {}
@@ -205,10 +190,10 @@ class SweepResult:
             key = (row.point, *(_COLUMNS[name](row) for name in names))
             points.setdefault(key, {})[row.depth] = row
         # a target is judged over all prompts: by domain there is nothing to show
-        judged = None if by_domain else quality_cells(next(iter(by_depth.values())) for by_depth in points.values())
+        judged = None if by_domain else quality_numbers(next(iter(by_depth.values())) for by_depth in points.values())
         sizes = [next(filter(None, (r.kv_bytes_per_token for r in each.values())), None) for each in points.values()]
         sized = not by_domain and len(set(filter(None, sizes))) > 1
-        lines = []
+        lines: list[list[Cell]] = []
         for number, (key, by_depth) in enumerate(points.items()):
             domains = dict.fromkeys(name for row in by_depth.values() for name in row.by_domain)
             for domain in domains if by_domain else [None]:
@@ -225,16 +210,13 @@ class SweepResult:
         ]
         errors = list(dict.fromkeys(errors))  # two labels can share a point, and its failure
         checkpoints = dict.fromkeys(row.checkpoint for row in self.rows if "checkpoint" not in names)
-        tokens = dict.fromkeys(
-            f"{row.n_prompts} prompt{'s' if row.n_prompts > 1 else ''} × {row.max_new_tokens} tokens"
-            for row in self.rows
-        )
+        tokens = dict.fromkeys(map(prompts_words, self.rows))
         common = " · ".join([*checkpoints, *shared, *tokens]) or "no rows"
-        judges = [*([_BYTES] if sized else []), *([] if judged is None else COLUMNS)]
-        return common, [*names, *judges, *(f"d={depth}" for depth in depths)], lines, errors
+        judges: list[Cell] = [*([_BYTES] if sized else []), *([] if judged is None else COLUMNS)]
+        return _Table(common, [*names, *judges, *(f"d={depth}" for depth in depths)], lines, len(names), errors)
 
 
-def _cell(row: ResultRow | None, domain: str | None = None) -> str:
+def _cell(row: ResultRow | None, domain: str | None = None) -> Cell:
     if row is None:
         return "–"
     if row.error is not None:
@@ -242,6 +224,6 @@ def _cell(row: ResultRow | None, domain: str | None = None) -> str:
     found = row if domain is None else row.by_domain.get(domain)
     if found is None or found.acceptance_length is None:
         return "–"
-    error = length_error(row, domain)
+    length, error = f"{found.acceptance_length:.2f}", length_error(row, domain)
     # plain decoding gives one token a round, whatever the prompts
-    return f"{found.acceptance_length:.2f}" + (f" ±{error:.2f}" if error else "")
+    return (length, f"±{error:.2f}") if error else length

@@ -20,12 +20,13 @@ import numpy as np
 from mtplab.study.exclusion_meter import Change, ExclusionMeter, Measured, kl_change, length_change
 from mtplab.study.interval import jackknife, without_one
 from mtplab.study.module_groups import ModuleGroup
-from mtplab.study.numbers import NATS, plus_minus, rounded
+from mtplab.study.number_table import Cell
+from mtplab.study.numbers import NATS, rounded
 
 if TYPE_CHECKING:
     from mtplab.study.estimate import Estimate
 
-__all__ = ["Additivity", "Sensitivity", "SensitivityRow", "sensitivity", "shown"]
+__all__ = ["Additivity", "Sensitivity", "SensitivityRow", "sensitivity", "shown", "shown_cell"]
 
 # a sum farther off than this from what was measured is no estimate of it
 _FACTOR = 1.5
@@ -189,7 +190,14 @@ def _additivity(meter: ExclusionMeter, alone: list[Measured], together: Measured
 
 def shown(change: Change) -> str:
     """A change ± its error; in parentheses where it lies within chance."""
+    cell = shown_cell(change)
+    return cell if isinstance(cell, str) else " ± ".join(part.lstrip("±") for part in cell)
+
+
+def shown_cell(change: Change) -> Cell:
+    """The same for a table with errors below their numbers."""
     if change.value == 0 and not change.error:
         return "0"
-    text = plus_minus(change.value, change.error, sign=True)
-    return f"({text})" if change.within_chance else text
+    number, error = rounded(change.value, change.error, sign=True)
+    opening, closing = ("(", ")") if change.within_chance else ("", "")
+    return f"{opening}{number}{closing}" if error is None else (f"{opening}{number}", f"±{error}{closing}")

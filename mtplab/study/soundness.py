@@ -16,7 +16,8 @@ from collections.abc import Iterable
 from typing import Any
 
 from mtplab.study.fields import field_of
-from mtplab.study.numbers import NATS, rounded, shown_with
+from mtplab.study.number_table import Cell, on_one_line
+from mtplab.study.numbers import NATS, plus_minus, rounded
 from mtplab.study.words import cache_words, weights_words
 
 __all__ = [
@@ -28,6 +29,7 @@ __all__ = [
     "kl_words",
     "quality_cells",
     "quality_notes",
+    "quality_numbers",
     "sentences",
 ]
 
@@ -125,22 +127,30 @@ def quality_notes(rows: Iterable[Any], columns: bool = True) -> list[str]:
     return told
 
 
-def quality_cells(rows: Iterable[Any]) -> list[tuple[str, str, str]] | None:
+def quality_cells(rows: Iterable[Any]) -> list[tuple[str, ...]] | None:
     """For each row the cells under `COLUMNS`, marked where its target is broken; None where no row was judged."""
+    found = quality_numbers(rows)
+    return None if found is None else [tuple(map(on_one_line, cells)) for cells in found]
+
+
+def quality_numbers(rows: Iterable[Any]) -> list[tuple[Cell, Cell, Cell]] | None:
+    """The same, intervals and ratios below their numbers."""
     found = list(rows)
     if all(field_of(row, "perplexity") is None and field_of(row, "quality_note") is None for row in found):
         return None
     cells = []
     for row, fault in zip(found, faults(found), strict=True):
-        kl = kl_words(row)
-        cells.append((kl if fault is None else f"{MARK} {kl}", top1_words(row), perplexity_words(row)))
+        kl = field_of(row, "kl")
+        number, error = ("–", None) if kl is None else rounded(kl, field_of(row, "kl_error"))
+        number = number if fault is None else f"{MARK} {number}"
+        cells.append(((number, f"±{error}") if error else number, top1_words(row), _perplexity_cell(row)))
     return cells
 
 
 def kl_words(row: Any) -> str:
-    """Nats per token, with its ±: `0.00467 ±0.00022`."""
+    """Nats per token, with its ±: `0.00467 ± 0.00022`."""
     kl = field_of(row, "kl")
-    return "–" if kl is None else shown_with(" ±", kl, field_of(row, "kl_error"))
+    return "–" if kl is None else plus_minus(kl, field_of(row, "kl_error"))
 
 
 def top1_words(row: Any) -> str:
@@ -149,10 +159,12 @@ def top1_words(row: Any) -> str:
     return "–" if share is None else f"{100 * share:.1f} %"
 
 
-def perplexity_words(row: Any) -> str:
-    """`24.9 ×1.006`: the perplexity, and its ratio to the reference's."""
+def _perplexity_cell(row: Any) -> Cell:
+    """24.9 and ×1.006: the perplexity, and its ratio to the reference's."""
     mine, theirs = field_of(row, "perplexity"), field_of(row, "reference_perplexity")
-    return "–" if mine is None else rounded(mine)[0] + (f" ×{mine / theirs:.3f}" if theirs else "")
+    if mine is None:
+        return "–"
+    return (rounded(mine)[0], f"×{mine / theirs:.3f}") if theirs else rounded(mine)[0]
 
 
 def _named(row: Any, several: bool) -> str:

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from mtplab.study.fields import field_of
+from mtplab.study.fields import fact_of, field_of
 
 __all__ = ["BATCH", "ODD", "Cost", "batch_of", "by_batch", "costs", "odd_timings", "round_seconds"]
 
@@ -112,7 +112,7 @@ def _line(x: np.ndarray, y: np.ndarray) -> np.ndarray:
 def _alike(row: Any) -> tuple[Any, ...]:
     """What two rows share whose seconds can be compared."""
     names = ("checkpoint", "method", "prompt_set", "n_prompts", "max_new_tokens", "temperature")
-    return *(field_of(row, name) for name in names), (field_of(row, "provenance") or {}).get("device")
+    return *(field_of(row, name) for name in names), fact_of(row, "device")
 
 
 def _setting(row: Any) -> tuple[Any, ...]:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from mtplab.errors import ConfigError, printable
-from mtplab.study.point import PointConfig, canonical_json
+from mtplab.study.point import PointConfig, digest_of
 from mtplab.study.row import ResultRow
 
 __all__ = ["FILE_SCHEMA", "PointStore", "is_point_file", "read_rows", "write_atomically"]
@@ -205,7 +205,7 @@ def _parse(raw: bytes, point: str) -> list[ResultRow]:
         raise _NewerSchema(f"schema {schema}, this one reads {FILE_SCHEMA}")
     if schema not in range(1, FILE_SCHEMA + 1) or isinstance(schema, bool):
         raise ValueError(f"schema is {schema!r}, expected 1 to {FILE_SCHEMA}")
-    found = hashlib.sha256(canonical_json(content["config"]).encode("ascii")).hexdigest()
+    found = digest_of(content["config"])
     if found != point:
         raise ValueError(f"its config hashes to {found[:12]}…, its name says {point[:12]}…")
     rows = [ResultRow.from_json(json.dumps(row)) for row in content["rows"]]

@@ -12,7 +12,6 @@ estimates the divergence of whole texts. Without a reference it is the prompts. 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import math
 import time
@@ -24,7 +23,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from mtplab.errors import ConfigError
-from mtplab.study.point import QUALITY_SCHEMA, TEXT_SEED, canonical_json
+from mtplab.study.point import QUALITY_SCHEMA, TEXT_SEED, digest_of
 from mtplab.study.quality import KEPT_BYTES, logits_bytes
 from mtplab.study.row import QUALITY_FIELDS
 from mtplab.study.soundness import NOT_FINITE
@@ -168,7 +167,7 @@ class QualityMeter:
             note = "; ".join(filter(None, [note, NOT_FINITE]))
             numbers |= dict.fromkeys(["kl", "kl_error", "top1_agreement", "perplexity"])
             numbers |= dict.fromkeys(odd)
-        digest = hashlib.sha256(canonical_json([mine.texts, mine.skips]).encode("ascii")).hexdigest()
+        digest = digest_of([mine.texts, mine.skips])
         return TargetQuality(
             key=task.key,
             **numbers,

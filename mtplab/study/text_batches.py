@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from mtplab.errors import ConfigError
@@ -50,7 +49,8 @@ class TextBatch:
 
     def draft(self, draft: Any, given: Tensor) -> Tensor:
         """Draft 1: the head's hidden states [slots, hidden] after its norm, by what the target gives it [m, hidden]."""
-        embedded = F.embedding(self.following, self.model.target.embedding)
+        positions = self.run.positions.flatten()[self.run.places]
+        embedded = draft.embed(self.following, positions)
         (cache,) = self.model.draft_caches(1, self.run.batch, self.capacity, resolve_policy("none"))
         return draft.normed(draft(embedded, given, self.run, cache)[self.slots])
 

@@ -5,7 +5,6 @@ Keeps, saves and reads back; `decode/tracing.py` and `decode/chains.py` produce,
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import threading
@@ -73,7 +72,9 @@ class Trace:
     @property
     def output_hash(self) -> str:
         """SHA-256 of the outputs' ids, as a result row has it."""
-        return hashlib.sha256(json.dumps(self.outputs, separators=(",", ":")).encode()).hexdigest()
+        from mtplab.study.point import digest_of
+
+        return digest_of(self.outputs)
 
     @property
     def nbytes(self) -> int:

@@ -1,4 +1,5 @@
-"""How settings are called where people read them. Option values, rows and files keep their own names.
+"""How settings, prompts and changes are written where people read them. Option values, rows and files keep their own
+names.
 
 `none` means two opposite things there: an exclusion set of none is everything in FP8, a cache policy of none is a cache
 that nothing quantises. Knows nothing of tables or figures.
@@ -7,8 +8,15 @@ that nothing quantises. Knows nothing of tables or figures.
 from __future__ import annotations
 
 import re
+from typing import Any
 
-__all__ = ["cache_words", "follows", "weights_words"]
+from mtplab.study.fields import field_of
+
+__all__ = ["DEPTH", "LENGTH", "cache_words", "follows", "prompts_words", "signed", "weights_words"]
+
+#: what an axis calls them
+DEPTH = "Draft depth k (draft tokens per round)"
+LENGTH = "Acceptance length (tokens per round)"
 
 _DRAFT = re.compile(r"(?P<target>.*) \(draft: (?P<draft>.*)\)", re.DOTALL)
 
@@ -37,3 +45,14 @@ def follows(draft_policy: str, policy: str) -> bool:
     """Whether a draft has its target's cache policy, both by name (`QuantPolicy.name`): all of it but the layers that
     are kept, which are the target's. `int8` follows `int8@3`."""
     return draft_policy in (policy, policy.partition("@")[0])
+
+
+def prompts_words(row: Any) -> str:
+    """How much a row ran: `73 prompts × 64 tokens`."""
+    count = field_of(row, "n_prompts")
+    return f"{count} prompt{'s' * (count != 1)} × {field_of(row, 'max_new_tokens')} tokens"
+
+
+def signed(value: float, digits: int = 2) -> str:
+    """A change, with its sign: `+0.12`, `−0.12`."""
+    return f"{value:+.{digits}f}".replace("-", "−")

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from mtplab.errors import MtplabError
+from mtplab.study.fields import fact_of
 from mtplab.study.point import PointConfig
 from mtplab.study.producer import Labels, error_row, produce
 from mtplab.study.row import ResultRow
@@ -21,6 +22,8 @@ from mtplab.study.store import PointStore
 from mtplab.study.target_quality import QualityMeter, QualityTask, TargetQuality
 
 __all__ = ["CancelFile", "Hooks", "ModelSlot", "Outcome", "Unit", "Variant", "remote_work", "work"]
+
+OnRound = Callable[[int, Any], None]  # (depth, the runner's progress)
 
 
 @dataclass(frozen=True)
@@ -154,7 +157,7 @@ def work(
     cancel: Any,
     wait: bool = False,
     on_row: Callable[[ResultRow, bool, Outcome], None] | None = None,
-    on_round: Callable[[int, Any], None] | None = None,
+    on_round: OnRound | None = None,
     meter: QualityMeter | None = None,
     on_quality: Callable[[], None] | None = None,
 ) -> Outcome:
@@ -166,6 +169,7 @@ def work(
     round of the runner, `on_quality()` before the target is judged.
     """
     outcome = Outcome()
+    maker = _Maker(unit, store, slot, hooks, cancel, outcome)
 
     def take(row: ResultRow, reused: bool) -> None:
         if unit.quality is None and reused:
@@ -181,10 +185,10 @@ def work(
     if all(_finished(on_disk, depth) for depth in unit.depths):
         done = all(_judged(unit, on_disk[depth]) for depth in unit.depths)
         if done or not store.writable():
-            bare = TargetQuality.failed("the results folder cannot be written")
+            unknown = TargetQuality.failed("the results folder cannot be written")
             for depth in unit.depths:
                 row = on_disk[depth]
-                take(row if _judged(unit, row) else row.with_quality(bare.row_fields(), bare.about()), True)
+                take(row if _judged(unit, row) else row.with_quality(unknown.row_fields(), unknown.about()), True)
             return outcome
     with _owned(store, point, wait, cancel) as held:
         if not held:
@@ -203,7 +207,7 @@ def work(
             if on_quality is not None:
                 on_quality()
             started = time.monotonic()
-            found = _quality(unit, store, slot, hooks, cancel, meter or QualityMeter(), outcome)
+            found = maker.quality(meter or QualityMeter())
             if found is None:
                 return outcome
             spent = (time.monotonic() - started) / len(unit.depths)
@@ -214,8 +218,8 @@ def work(
                 outcome.judged |= set(bare)
             for depth in bare:
                 take(judged[depth], True)
-        made = _traced if unit.config.method == "trace" else _run
-        for new in made(unit, missing, store, slot, hooks, cancel, on_round, outcome):
+        made = maker.traced if unit.config.method == "trace" else maker.run
+        for new in made(missing, on_round):
             if found is not None:
                 new = [row if row.error else row.with_quality(found.row_fields(), found.about()) for row in new]
                 outcome.seconds |= {row.depth: outcome.seconds[row.depth] + spent for row in new}
@@ -226,112 +230,108 @@ def work(
     return outcome
 
 
-def _quality(
-    unit: Unit, store: PointStore, slot: ModelSlot, hooks: Hooks, cancel: Any, meter: QualityMeter, outcome: Outcome
-) -> TargetQuality | None:
-    """The quality of the unit's target; None where the sweep was cancelled. What fails says so in the rows."""
+@dataclass(frozen=True)
+class _Maker:
+    """What makes a unit's rows: whatever fails says so in them."""
 
-    def load(variant: Variant, reference: bool) -> Any:
-        if reference and slot.key not in (None, variant.key):
-            # the slot's model is wanted next, and a loaded one that was given cannot be loaded again
-            return hooks.loader()(variant.path, **variant.arguments())
-        loaded, loading = slot.get(variant, hooks)
-        outcome.load_seconds += loading
+    unit: Unit
+    store: PointStore
+    slot: ModelSlot
+    hooks: Hooks
+    cancel: Any
+    outcome: Outcome
+
+    def model(self, variant: Variant) -> Any:
+        """A variant's model; what loading it took is noted."""
+        loaded, loading = self.slot.get(variant, self.hooks)
+        self.outcome.load_seconds += loading
         return loaded
 
-    try:
-        return meter.of(unit, store, load, lambda name: _owned(store, name, True, cancel), cancel)
-    except Exception as problem:
-        if cancel.is_set():
-            outcome.cancelled = True
-            return None
-        return TargetQuality.failed(one_line(problem))
+    def owned(self, name: str) -> _owned:
+        """Waits for a lock of this name."""
+        return _owned(self.store, name, True, self.cancel)
 
+    def quality(self, meter: QualityMeter) -> TargetQuality | None:
+        """The quality of the unit's target; None where the sweep was cancelled."""
 
-def _run(
-    unit: Unit,
-    depths: list[int],
-    store: PointStore,
-    slot: ModelSlot,
-    hooks: Hooks,
-    cancel: Any,
-    on_round: Callable[[int, Any], None] | None,
-    outcome: Outcome,
-) -> Iterator[list[ResultRow]]:
-    """Depth after depth through the runner, up to the first that fails."""
-    for depth in depths:
-        if cancel.is_set():
-            outcome.cancelled = True
-            return
-        started = time.monotonic()
+        def load(variant: Variant, reference: bool) -> Any:
+            if reference and self.slot.key not in (None, variant.key):
+                # the slot's model is wanted next, and a loaded one that was given cannot be loaded again
+                return self.hooks.loader()(variant.path, **variant.arguments())
+            return self.model(variant)
+
         try:
-            model, loading = slot.get(unit.variant, hooks)
-            outcome.load_seconds += loading
-            started = time.monotonic()
-            row = produce(
-                model,
-                unit.config,
-                depth,
-                unit.labels,
-                hooks.generator(),
-                on_round=None if on_round is None else (lambda p, d=depth: on_round(d, p)),
-                cancel=cancel,
-            )
+            return meter.of(self.unit, self.store, load, self.owned, self.cancel)
         except Exception as problem:
-            if cancel.is_set():  # the runner's way of stopping
-                outcome.cancelled = True
+            if self.cancel.is_set():
+                self.outcome.cancelled = True
+                return None
+            return TargetQuality.failed(one_line(problem))
+
+    def run(self, depths: list[int], on_round: OnRound | None) -> Iterator[list[ResultRow]]:
+        """Depth after depth through the runner, up to the first that fails."""
+        for depth in depths:
+            if self.cancel.is_set():
+                self.outcome.cancelled = True
                 return
-            row = error_row(unit.config, depth, unit.labels, one_line(problem))
-        outcome.seconds[depth] = time.monotonic() - started
-        yield [row]
-        if row.error is not None:
+            started = time.monotonic()
+            try:
+                model = self.model(self.unit.variant)
+                started = time.monotonic()
+                row = produce(
+                    model,
+                    self.unit.config,
+                    depth,
+                    self.unit.labels,
+                    self.hooks.generator(),
+                    on_round=_at(on_round, depth),
+                    cancel=self.cancel,
+                )
+            except Exception as problem:
+                if self.cancel.is_set():  # the runner's way of stopping
+                    self.outcome.cancelled = True
+                    return
+                row = self._failed(depth, problem)
+            self.outcome.seconds[depth] = time.monotonic() - started
+            yield [row]
+            if row.error is not None:
+                return
+
+    def traced(self, depths: list[int], on_round: OnRound | None) -> Iterator[list[ResultRow]]:
+        """All depths from one trace; what fails, fails at the least of them."""
+        from mtplab.study.tracer import rows_of
+        from mtplab.study.tracestore import TraceStore
+
+        if not depths or self.cancel.is_set():
+            self.outcome.cancelled = bool(depths)
             return
-
-
-def _traced(
-    unit: Unit,
-    depths: list[int],
-    store: PointStore,
-    slot: ModelSlot,
-    hooks: Hooks,
-    cancel: Any,
-    on_round: Callable[[int, Any], None] | None,
-    outcome: Outcome,
-) -> Iterator[list[ResultRow]]:
-    """All depths from one trace; what fails, fails at the least of them."""
-    from mtplab.study.tracer import rows_of
-    from mtplab.study.tracestore import TraceStore
-
-    if not depths or cancel.is_set():
-        outcome.cancelled = bool(depths)
-        return
-    started = time.monotonic()
-
-    def model() -> Any:
-        nonlocal started
-        loaded, loading = slot.get(unit.variant, hooks)
-        outcome.load_seconds += loading
         started = time.monotonic()
-        return loaded
 
-    try:
-        rows = rows_of(
-            unit,
-            depths,
-            TraceStore(store),
-            model,
-            lambda name: _owned(store, name, True, cancel),
-            on_round=None if on_round is None else (lambda p: on_round(depths[0], p)),
-            cancel=cancel,
-        )
-    except Exception as problem:
-        if cancel.is_set():
-            outcome.cancelled = True
-            return
-        rows = [error_row(unit.config, depths[0], unit.labels, one_line(problem))]
-    for row in rows:
-        outcome.seconds[row.depth] = (time.monotonic() - started) / len(rows)
-    yield rows
+        def model() -> Any:
+            nonlocal started
+            loaded = self.model(self.unit.variant)
+            started = time.monotonic()
+            return loaded
+
+        traces, round_of_all = TraceStore(self.store), _at(on_round, depths[0])
+        try:
+            rows = rows_of(self.unit, depths, traces, model, self.owned, round_of_all, self.cancel)
+        except Exception as problem:
+            if self.cancel.is_set():
+                self.outcome.cancelled = True
+                return
+            rows = [self._failed(depths[0], problem)]
+        for row in rows:
+            self.outcome.seconds[row.depth] = (time.monotonic() - started) / len(rows)
+        yield rows
+
+    def _failed(self, depth: int, problem: Exception) -> ResultRow:
+        return error_row(self.unit.config, depth, self.unit.labels, one_line(problem))
+
+
+def _at(on_round: OnRound | None, depth: int) -> Callable[[Any], None] | None:
+    """What the runner is to call at this depth."""
+    return None if on_round is None else lambda progress: on_round(depth, progress)
 
 
 _mine = threading.local()
@@ -359,7 +359,7 @@ def _finished(rows: dict[int, ResultRow], depth: int) -> bool:
 
 def _judged(unit: Unit, row: ResultRow) -> bool:
     """Whether the row holds the quality that is asked for: of this target over this text, against this reference."""
-    return unit.quality is None or (row.provenance.get("quality") or {}).get("key") == unit.quality.key
+    return unit.quality is None or fact_of(row, "quality", "key") == unit.quality.key
 
 
 class _owned:

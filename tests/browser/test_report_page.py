@@ -11,7 +11,7 @@ import pytest
 import mtplab
 from mtplab.report import Conclusion, RoundsView, SweepExplorer, acceptance_by_depth, checkpoint_map
 from mtplab.report.html import to_html
-from mtplab.report.tables import html_table
+from mtplab.report.table import html_table
 from mtplab.study.interval import length_error
 from tests.browser.axe import findings
 from tests.browser.conftest import screenshot

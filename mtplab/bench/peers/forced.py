@@ -126,7 +126,7 @@ class _Measured(_Chains):
 
     def _judge_band(self, at: np.ndarray, normed: Tensor, step: int) -> None:
         batch = self.batch
-        logits = batch.model.target.logits(pad_rows(normed, row_count(len(normed), batch.exact)))[: len(normed)]
+        logits = batch.model.draft.logits(pad_rows(normed, row_count(len(normed), batch.exact)))[: len(normed)]
         rows = torch.from_numpy(self.rows[at]).to(logits.device)
         ids = batch.output[rows, torch.from_numpy(self.slots[at] + step).to(logits.device)]
         lead, size, _ = leads(logits, ids)

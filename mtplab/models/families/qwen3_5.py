@@ -1,0 +1,93 @@
+"""Qwen3.5, 3.6 and 3.8, dense and mixture of experts: layers of the gated delta rule, every fourth one attention.
+
+Keys are those of transformers' `Qwen3_5TextConfig` and `Qwen3_5MoeTextConfig`; a multimodal wrapper keeps them under
+`text_config`. The head, which transformers does not run, is as in lmdeploy's `qwen3_5_mtp.py` and vLLM's: one
+full-attention layer. Of several, fc and the norms are shared, as vLLM builds them (whose first loop runs layer 0 alone,
+issue 52688); here each draft has its own (`head.py`).
+"""
+
+from __future__ import annotations
+
+from mtplab.checkpoint.draft_layouts import QWEN
+from mtplab.models.families.family import Family, Sizes
+from mtplab.models.fields import Fields
+from mtplab.models.spec import AttentionSpec, DeltaSpec, DenseSpec, LayerSpec, MixtureSpec, Rotary
+
+__all__ = ["FAMILY", "read_sizes"]
+
+_DENSE = ("qwen3_5_text", "qwen3_5")
+_MIXTURES = ("qwen3_5_moe_text", "qwen3_5_moe")
+_VARIANT = "a variant mtplab lacks"
+
+
+def read_sizes(fields: Fields, mixture: bool | None = None) -> Sizes:
+    """The layers that a config asks for; `mixture` None: as its model_type says."""
+    layers = fields.number("num_hidden_layers", top=10_000)
+    kinds = fields.kinds("layer_types", layers, ("linear_attention", "full_attention"))
+    if kinds is None:
+        interval = fields.number("full_attention_interval", 4)
+        kinds = ["linear_attention" if (i + 1) % interval else "full_attention" for i in range(layers)]
+    if fields.text.get("attention_bias"):
+        raise fields.wrong("attention_bias", "false: Qwen3.5 has no attention biases, found a variant")
+    fields.must_be("hidden_act", "silu", "the experts' and the MLP's activation")
+    fields.must_be("attn_output_gate", True, _VARIANT)
+    fields.must_be("mtp_use_dedicated_embeddings", False, _VARIANT)
+    attention, delta = _attention(fields), _delta(fields)
+    if mixture is None:
+        mixture = fields.text.get("model_type", fields.whole.get("model_type")) in _MIXTURES
+    feed = _mixture(fields) if mixture else DenseSpec(fields.number("intermediate_size"))
+    heads = fields.head_layers("mtp_num_hidden_layers")
+    return Sizes(
+        layers=tuple(
+            LayerSpec(i, attention if kind == "full_attention" else delta, feed) for i, kind in enumerate(kinds)
+        ),
+        draft_layers=tuple(LayerSpec(i, attention, feed) for i in range(heads)),
+        one_plus_norms=True,
+    )
+
+
+def _attention(fields: Fields) -> AttentionSpec:
+    theta, share, rope = fields.rope(0.25)
+    fields.plain_rope(rope)
+    heads, hidden = fields.number("num_attention_heads"), fields.number("hidden_size")
+    head_dim, kv_heads = fields.number("head_dim", hidden // heads), fields.number("num_key_value_heads", heads)
+    fields.multiples(("num_attention_heads", heads, kv_heads))
+    rotary = Rotary(fields.turned(head_dim, share), theta)
+    return AttentionSpec(heads, kv_heads, head_dim, rotary, norms=True, gated=True)
+
+
+def _delta(fields: Fields) -> DeltaSpec:
+    k_heads, v_heads = fields.number("linear_num_key_heads"), fields.number("linear_num_value_heads")
+    fields.multiples(("linear_num_value_heads", v_heads, k_heads))
+    return DeltaSpec(
+        k_heads,
+        v_heads,
+        fields.number("linear_key_head_dim"),
+        fields.number("linear_value_head_dim"),
+        fields.number("linear_conv_kernel_dim", 4),
+    )
+
+
+def _mixture(fields: Fields) -> MixtureSpec:
+    found = MixtureSpec(
+        count=fields.number("num_experts", top=65536),
+        top_k=fields.number("num_experts_per_tok"),
+        size=fields.number("moe_intermediate_size"),
+        shared_size=fields.number("shared_expert_intermediate_size"),
+        shared_gated=True,
+        shared="shared_expert",
+    )
+    if found.top_k > found.count:
+        raise fields.wrong("num_experts_per_tok", f"at most num_experts, {found.count}")
+    return found
+
+
+FAMILY = Family(
+    name="Qwen3.5, 3.6, 3.8",
+    model_types=(*_DENSE, *_MIXTURES),
+    layout=QWEN,
+    read=read_sizes,
+    target="gated delta rule and gated attention; dense, or experts with a shared one",
+    head="one layer of attention",
+    oracle="transformers; vLLM and llama.cpp for counts",
+)

@@ -31,6 +31,7 @@ __all__ = [
     "DraftCachePolicy",
     "Exact",
     "Exclude",
+    "Layers",
     "MaxNewTokens",
     "ModelFormat",
     "Prompts",
@@ -100,6 +101,13 @@ Exclude = Annotated[
     ),
 ]
 MaxNewTokens = Annotated[int, typer.Option(metavar="N", help="Tokens per prompt at most.")]
+Layers = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NUMBERS",
+        help="Only these layers of the target, e.g. 0-3, and the head: a slice that a small machine can hold.",
+    ),
+]
 ModelFormat = Annotated[
     str | None,
     typer.Option(metavar="FORMAT", help="fp8 quantises a BF16 checkpoint as it is loaded, draft head included."),
@@ -182,18 +190,9 @@ def print_json(value: Any) -> None:
 
 def depth_list(text: str) -> tuple[int, ...]:
     """`0-8`, `1,3,5` or `0,2-4` as depths. Raises `ConfigError`."""
-    found: list[int] = []
-    for part in text.split(","):
-        first, dash, last = part.strip().partition("-")
-        if not first.isdecimal() or (dash and not last.isdecimal()):
-            raise ConfigError(f"--depths {text!r}: {part.strip()!r} is not a depth; expected e.g. 0-8 or 1,3,5")
-        low, high = int(first), int(last if dash else first)
-        if high < low:
-            raise ConfigError(f"--depths {text!r}: {part.strip()!r} runs backwards")
-        if high > 1000:  # the study says what it takes; this only keeps the list short
-            raise ConfigError(f"--depths {text!r}: {high} is too deep")
-        found += range(low, high + 1)
-    return tuple(found)
+    from mtplab.config import number_list  # which brings pydantic: help is printed without
+
+    return number_list("--depths", text)
 
 
 def names(option: str, values: Sequence[str]) -> list[str]:

@@ -16,6 +16,7 @@ from mtplab.decode.calibration import bound
 from mtplab.decode.threads import model_threads, running_with
 from mtplab.errors import ConfigError, not_text
 from mtplab.models import Model
+from mtplab.models.asked import as_served
 from mtplab.quant.fp8_products import uses_kernels
 from mtplab.quant.policy import QuantPolicy, resolve_policy
 
@@ -61,8 +62,8 @@ def resolve_run(
     quant_policy: str | int | QuantPolicy | None = None,
     draft_quant_policy: str | int | QuantPolicy | None = None,
     draft_sampling: str = "greedy",
-    target_hidden: str = "post_norm",
-    draft_hidden: str = "post_norm",
+    target_hidden: str | None = None,
+    draft_hidden: str | None = None,
     exact: bool | None = None,
     compile: bool = False,
     ignore_eos: bool = False,
@@ -75,6 +76,12 @@ def resolve_run(
     """Arguments and defaults as `generate` has them. Raises ConfigError for settings and prompts that cannot be run."""
     if not isinstance(model, Model):
         raise ConfigError(f"model is {model!r:.60}; expected what mtplab.load_model(path) returns")
+    if model.config.sliced:
+        raise ConfigError(
+            f"the model is a slice: {len(model.config.layers)} of {model.config.num_layers} layers of "
+            f"{model.checkpoint.path}, whose outputs would not be the model's. Load it without layers=, or study the "
+            "slice's arithmetic with mtplab.numerics"
+        )
     if cancel is not None and not hasattr(cancel, "is_set"):
         raise ConfigError(f"cancel is {cancel!r:.60}; expected a threading.Event")
     if on_round is not None and not callable(on_round):
@@ -91,7 +98,7 @@ def resolve_run(
         "draft_hidden": draft_hidden,
         "quant_policy": draft_policy.name,
     }
-    spec = SpecConfig.of(**model.spec.model_dump() | asked)
+    spec = as_served(SpecConfig.of(**model.spec.model_dump() | asked), model.checkpoint.config)
     sampling = SamplingConfig.of(
         temperature=temperature,
         top_k=top_k,
@@ -102,8 +109,8 @@ def resolve_run(
     )
     if depth and model.draft is None:
         raise ConfigError(
-            f"depth is {depth}, but {model.checkpoint.path} has no MTP head (mtp_num_hidden_layers is "
-            f"{model.config.mtp_layers}); use depth=0"
+            f"depth is {depth}, but {model.checkpoint.path} has no MTP head (its config.json counts no layer of one); "
+            "use depth=0"
         )
     if not isinstance(max_batch, int) or isinstance(max_batch, bool) or max_batch < 1:
         raise ConfigError(f"max_batch is {max_batch!r}; expected a whole number of at least 1")
@@ -129,10 +136,11 @@ def resolve_run(
         )
     threads = model_threads(model, threads)
     texts = None if calibration is None else token_ids(model, calibration, "calibration", "calibration text")
+    hidden = spec.target_hidden, spec.draft_hidden
     with running_with(threads):
-        policy = bound(model, policy, "target", texts, (target_hidden, draft_hidden))
+        policy = bound(model, policy, "target", texts, hidden)
         if depth:
-            draft_policy = bound(model, draft_policy, "draft", texts, (target_hidden, draft_hidden))
+            draft_policy = bound(model, draft_policy, "draft", texts, hidden)
     return RunSettings(ids, spec, sampling, policy, draft_policy, exact, max_batch, threads)
 
 

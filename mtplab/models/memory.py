@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import math
 import os
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, replace
 from html import escape
 from typing import Any
 
-from mtplab.checkpoint import Checkpoint, Plan, open_checkpoint
+from mtplab.checkpoint import Checkpoint, ModulePlan, Plan, open_checkpoint
 from mtplab.checkpoint.config_json import stored_dtype
+from mtplab.checkpoint.names import layer_of
 from mtplab.checkpoint.text_table import aligned, as_bytes, html_table, printable
 from mtplab.config import DTYPES, MAX_DEPTH, EngineConfig, SpecConfig
 from mtplab.errors import CheckpointError, ConfigError
@@ -77,6 +79,8 @@ class Caches:
 @dataclass(frozen=True)
 class Memory:
     """What `memory` found. `caches` is None and `why` says why for an architecture that mtplab does not run.
+
+    Of a slice (`layers`) `stored` counts all the same what the files hold.
 
     `available` is None where the machine does not say, or has no such device; `source` says whose it is, or why not.
     `positions` are those the model has (max_position_embeddings), 0 where it is not run.
@@ -183,6 +187,7 @@ def memory(
     batch: int = 1,
     context: int = 4096,
     depth: int = 3,
+    layers: str | Iterable[int] | None = None,
 ) -> Memory:
     """What `load_model` with these arguments takes, and a run of `batch` sequences of `context` tokens at `depth`.
 
@@ -193,7 +198,7 @@ def memory(
     Raises CheckpointError for files that cannot be read, ConfigError for settings.
     """
     engine, spec = load_settings(
-        device, dtype, exclude, draft_exclude, quant_policy, draft_quant_policy, model_format
+        device, dtype, exclude, draft_exclude, quant_policy, draft_quant_policy, model_format, layers=layers
     )
     for name, value, least in (("batch", batch, 1), ("context", context, 1), ("depth", depth, 0)):
         if type(value) is not int or value < least or (name == "depth" and value > MAX_DEPTH):
@@ -205,6 +210,7 @@ def memory(
     config, why = None, ""
     try:
         config = parse_config(checkpoint.config, file=checkpoint.files.folder / "config.json")
+        config = config.slice(engine.layers)
     except CheckpointError as error:
         why = f"not run: {error}"
     weights = weights_in_memory(checkpoint, plan, engine, config)
@@ -219,6 +225,8 @@ def weights_in_memory(checkpoint: Checkpoint, plan: Plan, engine: EngineConfig, 
     cpu = engine.device.startswith("cpu")
     stored = stored_dtype(checkpoint.config) if config is None else config.dtype
     dtype = engine.dtype or ("float32" if cpu else stored if stored in DTYPES else "bfloat16")
+    if config is not None and config.sliced:
+        plan = replace(plan, modules=tuple(m for m in plan.modules if _in_slice(m, config)))
     tied = None
     if config is not None and config.tied_embeddings and "lm_head.weight" not in checkpoint.tensors:
         tied = config.vocab_size, config.hidden_size
@@ -227,6 +235,12 @@ def weights_in_memory(checkpoint: Checkpoint, plan: Plan, engine: EngineConfig, 
     each = 4 if packs else 0 if cpu else 1
     held = tuple(held_weights(plan, engine.device, dtype, tied))
     return Weights(engine.device, dtype, held, each * max(largest_product(plan), math.prod(tied or ())))
+
+
+def _in_slice(module: ModulePlan, config: ModelConfig) -> bool:
+    """Whether a slice of the target has this module: those of other layers are left on disk."""
+    number = layer_of(module.name) if module.part == "target" else None
+    return number is None or any(layer.number == number for layer in config.layers)
 
 
 def refuse_what_cannot_fit(checkpoint: Checkpoint, weights: Weights) -> None:

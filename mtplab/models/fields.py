@@ -5,13 +5,15 @@ Knows no family: it says of any key what was found and what was expected.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from mtplab.checkpoint.config_json import stored_dtype
 from mtplab.config import DTYPES, MAX_DEPTH
 from mtplab.errors import CheckpointError
+from mtplab.models.spec import Yarn
 
-__all__ = ["Fields"]
+__all__ = ["Fields", "yarn_mscale"]
 
 
 class Fields:
@@ -82,8 +84,41 @@ class Fields:
 
     def plain_rope(self, rope: dict[str, Any]) -> None:
         """Raises CheckpointError for frequencies that are scaled."""
-        if rope.get("rope_type", "default") != "default":
-            raise CheckpointError(f"{self.file}: rope_type is {rope['rope_type']!r:.60}; expected 'default'")
+        self.rope_type(rope, "default")
+
+    def rope_type(self, rope: dict[str, Any], *known: str) -> str:
+        """How frequencies are scaled, which must be one of these; older files call it `type`."""
+        found = rope.get("rope_type", rope.get("type", "default"))
+        if found not in known:
+            raise CheckpointError(
+                f"{self.file}: rope_type is {found!r:.60}; expected {' or '.join(map(repr, known))}"
+            )
+        return found
+
+    def yarn(self, rope: dict[str, Any]) -> Yarn:
+        """YaRN's numbers, with transformers' defaults (`_compute_yarn_parameters`)."""
+
+        def real(key: str, default: float) -> float:
+            return _number(self.file, {key: rope.get(key) or default}, key, None, float)
+
+        original = _number(self.file, rope, "original_max_position_embeddings")
+        theta = _number(self.file, rope, "rope_theta", 10000.0, float)
+        if theta <= 1:
+            raise CheckpointError(f"{self.file}: rope_theta is {theta}; expected more than 1 with yarn")
+        factor = real("factor", self.number("max_position_embeddings", 32768) / original)
+        most, all_dim = rope.get("mscale"), rope.get("mscale_all_dim")
+        if most and all_dim:
+            attention = yarn_mscale(factor, real("mscale", 1.0)) / yarn_mscale(factor, real("mscale_all_dim", 1.0))
+        else:
+            attention = yarn_mscale(factor)
+        return Yarn(
+            factor,
+            original,
+            real("beta_fast", 32.0),
+            real("beta_slow", 1.0),
+            real("attention_factor", attention),
+            rope.get("truncate", True) is not False,
+        )
 
     def turned(self, head_dim: int, share: float) -> int:
         """How many of a head's features turn."""
@@ -133,6 +168,11 @@ class Fields:
         if not isinstance(tied, bool):
             raise CheckpointError(f"{self.file}: tie_word_embeddings is {tied!r:.60}; expected true or false")
         return tied
+
+
+def yarn_mscale(factor: float, share: float = 1.0) -> float:
+    """What YaRN multiplies attention by at this factor (arXiv 2309.00071, equation 22; `share` is DeepSeek's)."""
+    return 1.0 if factor <= 1 else 0.1 * share * math.log(factor) + 1.0
 
 
 def _number(

@@ -22,6 +22,7 @@ from mtplab.models.delta_rule import delta_rule_chunked, delta_rule_step
 from mtplab.models.norm import RMSNorm
 from mtplab.models.part import Part
 from mtplab.models.passes import Pass
+from mtplab.models.rotary import rotate
 from mtplab.models.spec import AttentionSpec, DeltaSpec
 from mtplab.quant.linear import PackedLinear
 
@@ -81,9 +82,7 @@ class Attention(Part):
             qk = self.qk_norm(qk)
         else:
             qk[:, :, : c.heads].mul_(c.head_dim**-0.5)
-        turned = qk[..., : c.rotary.dim]
-        swapped = turned.roll(c.rotary.dim // 2, dims=-1)
-        turned.mul_(view.cos).add_(swapped.mul_(view.sin))
+        rotate(qk[..., : c.rotary.dim], view.cos, view.sin, c.rotary.interleaved)
         q, k = torch.split_with_sizes(qk, (c.heads, c.kv_heads), dim=2)
         mix = self._with_kernels if run.kernels else self._with_torch
         mixed = mix(q, k, run.spread(v).view(b, t, c.kv_heads, c.head_dim), run, cache)

@@ -12,8 +12,9 @@ from torch import Tensor
 
 from mtplab.models.attend import attention_bias, padded_key_length
 from mtplab.models.cache import slot_base, slot_index
+from mtplab.models.rotary import rotary_table
 from mtplab.models.rows import pad_rows, row_count
-from mtplab.models.spec import Geometry, ModelConfig, Rotary
+from mtplab.models.spec import Geometry, ModelConfig
 
 
 @dataclass(frozen=True)
@@ -21,7 +22,7 @@ class View:
     """What attention layers of one geometry see of a pass."""
 
     cos: Tensor  # [b, t, 1, rotary]
-    sin: Tensor  # [b, t, 1, rotary], the first half negated
+    sin: Tensor  # [b, t, 1, rotary], negated at the first feature of each pair
     slots: Tensor | None  # [sides·b·t·h_kv], None for kernels
     bias: Tensor | None  # [b, t·group, key_length]
 
@@ -88,20 +89,10 @@ class PassMaker:
         `kernels`: decoding passes run Triton's (`choice.decodes_with_kernels`)."""
         self.most_tokens, self.kernels = most_tokens, kernels
         self.geometries, self.capacity, self.device, self._dtype = config.geometries, capacity, device, dtype
-        tables = {each.rotary: self._table(each.rotary) for each in self.geometries}
+        tables = {each.rotary: rotary_table(each.rotary, capacity, dtype, device) for each in self.geometries}
         self._rotary = [tables[each.rotary] for each in self.geometries]
         self._bases: list[Tensor] = []
         self._keys = torch.arange(capacity, device=device)
-
-    def _table(self, rotary: Rotary) -> Tensor:
-        """cos and sin of every position [capacity, 2, 1, rotary]: x·cos + swap_halves(x)·sin, with the sign of the
-        rotation folded in."""
-        half = torch.arange(0, rotary.dim, 2, dtype=torch.float32, device=self.device)
-        inverse = 1.0 / (rotary.theta ** (half / rotary.dim))
-        angle = torch.arange(self.capacity, dtype=torch.float32, device=self.device)[:, None] * inverse
-        cos, sin = angle.cos(), angle.sin()
-        table = torch.stack([torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)], 1)
-        return table.to(self._dtype).unsqueeze(2)
 
     def make(
         self,

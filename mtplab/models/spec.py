@@ -18,15 +18,33 @@ __all__ = [
     "MixtureSpec",
     "ModelConfig",
     "Rotary",
+    "Yarn",
 ]
 
 
 @dataclass(frozen=True)
+class Yarn:
+    """YaRN's frequencies for contexts `factor` times the `original` one (arXiv 2309.00071, section 3): those that turn
+    more than `beta_fast` times in it stay, those that turn less than `beta_slow` times are divided by `factor`, and a
+    ramp lies between, over whole features where `truncate`. cos and sin are multiplied by `attention`."""
+
+    factor: float
+    original: int
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention: float = 1.0
+    truncate: bool = True
+
+
+@dataclass(frozen=True)
 class Rotary:
-    """Rotation of the first `dim` features of a head, the first half of them paired with the second."""
+    """Rotation of `dim` features of a head: the first half of them paired with the second or, `interleaved`, each even
+    one with the next."""
 
     dim: int
     theta: float
+    scaling: Yarn | None = None
+    interleaved: bool = False
 
 
 @dataclass(frozen=True)

@@ -92,10 +92,10 @@ def test_head_equals_an_assembly_of_transformers_layers(each):
         check_head(model, oracle, [head_of(oracle, folder, False)])
 
 
-@pytest.mark.parametrize("draft_hidden", ["post_norm", "pre_norm"])
-def test_drafts_are_those_of_the_definition(pair, folder, draft_hidden):
+@pytest.mark.parametrize("hidden", ["post_norm", "pre_norm"])
+def test_drafts_are_those_of_the_definition(pair, folder, hidden):
     model, oracle = pair
-    check_drafts(model, Definition(oracle, [head_of(oracle, folder, True)], draft_hidden))
+    check_drafts(model, Definition(oracle, [head_of(oracle, folder, True)], hidden, hidden))
 
 
 def test_drafts_are_transformers(each):

@@ -48,7 +48,8 @@ class Weights:
 
     @property
     def at_most(self) -> int:
-        """Where values do not fit the dtype that is expected; only they say whether they do."""
+        """Where values do not fit the dtype that is expected, or a head's copies of the target's embedding and output
+        matrix differ from them; only values say whether they do."""
         return sum(each.at_most for each in self.held)
 
 
@@ -137,7 +138,8 @@ class Memory:
         """(what, held in, bytes) for a table."""
         found = [(each.part, each.dtype, as_bytes(each.nbytes)) for each in self.weights.held]
         beside = self.weights.at_most - self.weights.nbytes
-        all_of_them = f"up to {as_bytes(beside)} more if values do not fit FP16" if beside else ""
+        reasons = "values do not fit FP16, or a head's copies differ"
+        all_of_them = f"up to {as_bytes(beside)} more if {reasons}" if beside else ""
         found.append(("all weights", all_of_them, as_bytes(self.weights.nbytes)))
         found.append(("while loading, beside them", "one matrix", as_bytes(self.weights.loading)))
         c = self.caches

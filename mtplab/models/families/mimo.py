@@ -1,8 +1,8 @@
 """MiMo-7B: attention with biases of q, k and v, and MLPs, as in Qwen2; a head whose fc takes the hidden state first.
 
-Keys are those of transformers' `Qwen2Config`, of which MiMo's is one with `num_nextn_predict_layers`. The head is vLLM's
-`mimo_mtp.py`: zeros in place of the embedding at position 0, the target's hidden state from before its final norm, and
-the head's own after its norm. One layer drafts every step.
+Keys are those of transformers' `Qwen2Config`, of which MiMo's is one with `num_nextn_predict_layers`. The head is as in
+vLLM's `mimo_mtp.py`: zeros in place of the embedding at position 0, the target's hidden state from before its final
+norm, and the head's own after its norm. One layer drafts every step.
 """
 
 from __future__ import annotations

@@ -19,6 +19,7 @@ __all__ = [
     "Reach",
     "draft_prefixes",
     "kind_of",
+    "layer_of",
     "module_of",
     "nearest",
     "normalised",
@@ -99,6 +100,12 @@ class Reach:
             return None
         key = {"model": "num_hidden_layers", "mtp": OWN_COUNT}[layer[1]]
         return f"behind the last layer that config.json counts ({count}, by {key})"
+
+
+def layer_of(module: str) -> int | None:
+    """The number of the decoder layer that a module of the target belongs to, as names on disk count them."""
+    layer = _LAYER.match(normalised(module))
+    return int(layer[2]) if layer and layer[1] == "model" else None
 
 
 def of_other_senses(name: str) -> bool:

@@ -83,7 +83,7 @@ def tiny(request, tmp_path_factory) -> Path:
 @pytest.mark.slow
 def test_a_tiny_checkpoint_goes_through_the_same_commands(tiny, tmp_path, capsys):
     """Audit → sweep → report, as README has them, with exclusions and a quantised cache."""
-    assert main(["doctor", str(tiny), "--depth", "2"]) == 0
+    assert main(["doctor", str(tiny), "--depth", "2", "--context", "200"]) == 0
     assert "it fits" in capsys.readouterr().out
     assert main(["audit", str(tiny), "--fail-on", "warning"]) == 0, capsys.readouterr().out
     capsys.readouterr()

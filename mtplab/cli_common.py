@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
@@ -49,6 +50,7 @@ __all__ = [
     "path_of",
     "print_json",
     "say",
+    "share",
     "spinner",
     "step_bar",
     "warnings_as_notes",
@@ -57,6 +59,7 @@ __all__ = [
 
 # characters on stderr: of a path or a value, and of a whole message
 MAX_WORD, MAX_LINE = 240, 1200
+_SHARE = re.compile(r"[0-9]{0,3}(?:\.[0-9]{1,17})?(?<=[0-9])%?")
 
 
 def path_of(text: str) -> Path:
@@ -209,6 +212,14 @@ def numbers(option: str, values: Sequence[str]) -> list[float]:
         except ValueError:
             raise ConfigError(f"{option} {part!r}: expected a number such as 0 or 0.7") from None
     return found
+
+
+def share(option: str, text: str) -> float:
+    """`85%` or `0.85`. Raises `ConfigError`; whether it lies between 0 and 1 is for who reads it to say."""
+    plain_text = text.strip()
+    if not _SHARE.fullmatch(plain_text):
+        raise ConfigError(f"{option} {text!r:.60}: expected a share such as 0.5% or 0.005")
+    return float(plain_text[:-1]) / 100 if plain_text.endswith("%") else float(plain_text)
 
 
 def whole_numbers(

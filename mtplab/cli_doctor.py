@@ -69,7 +69,7 @@ def doctor(
     """Say what runs here: versions, devices, and for each operation whether a Triton kernel or torch does it, and why.
 
     With PATH: what that checkpoint takes in memory, by part and dtype, caches included, and whether it fits; from its
-    headers. Exit code 1 if it does not fit.
+    headers. Exit code 1 if it does not fit, or the model has no positions for such a context.
 
     MTPLAB_KERNELS=triton or reference forces one or the other; auto, the default, takes Triton's kernels on a GPU.
 

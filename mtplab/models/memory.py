@@ -48,7 +48,8 @@ class Weights:
 
     @property
     def at_most(self) -> int:
-        """Where values do not fit the dtype that is expected; only they say whether they do."""
+        """Where values do not fit the dtype that is expected, or a head's copies of the target's embedding and output
+        matrix differ from them; only values say whether they do."""
         return sum(each.at_most for each in self.held)
 
 
@@ -83,6 +84,7 @@ class Memory:
     Of a slice (`layers`) `stored` counts all the same what the files hold.
 
     `available` is None where the machine does not say, or has no such device; `source` says whose it is, or why not.
+    `positions` are those the model has (max_position_embeddings), 0 where it is not run.
     """
 
     checkpoint: str
@@ -92,6 +94,12 @@ class Memory:
     stored: int  # bytes of the files' tensors
     available: int | None
     source: str
+    positions: int = 0
+
+    @property
+    def too_long(self) -> bool:
+        """Whether the context is longer than the model has positions for, so that a run of it is refused."""
+        return self.caches is not None and self.caches.context > self.positions > 0
 
     @property
     def needed(self) -> int:
@@ -100,7 +108,10 @@ class Memory:
 
     @property
     def fits(self) -> bool | None:
-        """Whether that is there; None where the machine does not say or the model is not run."""
+        """Whether that is there, for a context that the model has; None where the machine does not say or the model is
+        not run."""
+        if self.too_long:
+            return False
         return None if self.available is None or self.caches is None else self.needed <= self.available
 
     @property
@@ -112,15 +123,23 @@ class Memory:
             return f"{said}; {self.why}"
         said += f", caches {as_bytes(self.caches.nbytes)}, at most {as_bytes(self.needed)} in all"
         if self.available is None:
-            return f"{said}; {self.source}"
-        verdict = "it fits" if self.fits else "it does NOT fit"
-        return f"{said}: {verdict} in {as_bytes(self.available)} of {self.source}"
+            said += f"; {self.source}"
+        else:
+            verdict = "it fits" if self.needed <= self.available else "it does NOT fit"
+            said += f": {verdict} in {as_bytes(self.available)} of {self.source}"
+        if self.too_long:
+            said += (
+                f"; but a context of {self.caches.context} tokens is longer than the model's {self.positions} "
+                "positions (max_position_embeddings), and no run of it starts"
+            )
+        return said
 
     def rows(self) -> list[tuple[str, str, str]]:
         """(what, held in, bytes) for a table."""
         found = [(each.part, each.dtype, as_bytes(each.nbytes)) for each in self.weights.held]
         beside = self.weights.at_most - self.weights.nbytes
-        all_of_them = f"up to {as_bytes(beside)} more if values do not fit FP16" if beside else ""
+        reasons = "values do not fit FP16, or a head's copies differ"
+        all_of_them = f"up to {as_bytes(beside)} more if {reasons}" if beside else ""
         found.append(("all weights", all_of_them, as_bytes(self.weights.nbytes)))
         found.append(("while loading, beside them", "one matrix", as_bytes(self.weights.loading)))
         c = self.caches
@@ -141,6 +160,7 @@ class Memory:
             "weight_bytes_at_most": self.weights.at_most,
             "cache_bytes": None if self.caches is None else self.caches.nbytes,
             "needed": self.needed,
+            "context_too_long": self.too_long,
             "fits": self.fits,
         }
 
@@ -198,7 +218,8 @@ def memory(
     weights = weights_in_memory(checkpoint, plan, engine, config)
     caches = None if config is None else _caches(checkpoint, config, weights, engine, spec, batch, context, depth)
     available, source = available_memory(engine.device)
-    return Memory(str(checkpoint.path), weights, caches, why, plan.nbytes(), available, source)
+    positions = 0 if config is None else config.max_position
+    return Memory(str(checkpoint.path), weights, caches, why, plan.nbytes(), available, source, positions)
 
 
 def weights_in_memory(checkpoint: Checkpoint, plan: Plan, engine: EngineConfig, config: ModelConfig | None) -> Weights:

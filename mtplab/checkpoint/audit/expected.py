@@ -53,6 +53,10 @@ class _Sizes:
             raise _Unsaid("layer_types")
         return [str(kind) for kind in given]
 
+    def count(self, name: str) -> int:
+        """A size that may be 0."""
+        return 0 if self._text.get(name) in (0, None) else getattr(self, name)
+
     def flag(self, name: str) -> bool:
         return self._text.get(name) is True
 
@@ -156,9 +160,38 @@ def _deepseek(c: _Sizes, heads: int) -> Named:
         yield f"{at}.self_attn.kv_b_proj", (nh * (nope + c.v_head_dim), c.kv_lora_rank)
         yield f"{at}.self_attn.o_proj", (c.hidden_size, nh * c.v_head_dim)
         if i >= c.num_hidden_layers:
-            yield f"{at}.eh_proj", (c.hidden_size, 2 * c.hidden_size)
-            yield f"{at}.enorm", (c.hidden_size,)
-            yield f"{at}.hnorm", (c.hidden_size,)
+            yield from _behind_head(c, at)
+
+
+def _glm4_moe(c: _Sizes, heads: int) -> Named:
+    yield "model.norm", (c.hidden_size,)
+    for i in range(c.num_hidden_layers + heads):
+        at = f"model.layers.{i}"
+        yield from _norms(c, at)
+        yield from _attention(c, f"{at}.self_attn")
+        if c.flag("use_qk_norm"):
+            yield from _head_norms(c, f"{at}.self_attn")
+        if i < c.count("first_k_dense_replace"):
+            yield from _mlp(f"{at}.mlp", c.hidden_size, c.intermediate_size)
+        else:
+            yield from _shared_and_routed(c, f"{at}.mlp")
+        if i >= c.num_hidden_layers:
+            yield from _behind_head(c, at)
+
+
+def _shared_and_routed(c: _Sizes, at: str) -> Named:
+    """DeepSeek-V3's mixture and GLM's: shared experts are one MLP."""
+    yield f"{at}.gate", (c.n_routed_experts, c.hidden_size)
+    if c.count("n_shared_experts"):
+        yield from _mlp(f"{at}.shared_experts", c.hidden_size, c.n_shared_experts * c.moe_intermediate_size)
+    for expert in range(c.n_routed_experts):
+        yield from _mlp(f"{at}.experts.{expert}", c.hidden_size, c.moe_intermediate_size)
+
+
+def _behind_head(c: _Sizes, at: str) -> Named:
+    yield f"{at}.eh_proj", (c.hidden_size, 2 * c.hidden_size)
+    for name in ("enorm", "hnorm", "shared_head.norm"):
+        yield f"{at}.{name}", (c.hidden_size,)
 
 
 _FAMILIES: dict[str, Callable[[_Sizes, int], Named]] = {
@@ -171,4 +204,5 @@ _FAMILIES: dict[str, Callable[[_Sizes, int], Named]] = {
     "qwen3_5_moe": _qwen3_5,
     "qwen3_5_moe_text": _qwen3_5,
     "deepseek_v3": _deepseek,
+    "glm4_moe": _glm4_moe,
 }

@@ -53,7 +53,7 @@ class CheckpointPanel(Panel):
                 **self.look(),
             ),
             "exclude": widgets.Dropdown(
-                options=(AS_PUBLISHED, "none", ("MTP head", "mtp.*"), OWN),
+                options=[(each, each) for each in (AS_PUBLISHED, "none")] + [("MTP head", "mtp.*"), (OWN, OWN)],
                 description="Kept out of FP8",
                 **self.look(),
             ),

@@ -6,6 +6,7 @@ from __future__ import annotations
 import ast
 import json
 import shutil
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 import pytest
@@ -78,6 +79,17 @@ def tiny(request, tmp_path_factory) -> Path:
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(REPO / "data/tiny-qwen3_5" / name, folder / name)
     return folder
+
+
+def test_the_heads_globs_cover_it_and_nothing_else(tiny):
+    """Whatever its family calls it: what panels offer as "MTP head"."""
+    ckpt = open_checkpoint(tiny)
+    heads = {module.name for module in ckpt.plan().modules if module.part == "draft"}
+    names = [module.name for module in ckpt.plan().modules]
+    covered = {name for name in names for glob in ckpt.draft_globs if fnmatchcase(name, glob)}
+    assert heads and covered == heads
+    plan = ckpt.plan(exclude=list(ckpt.draft_globs), model_format="fp8")
+    assert "draft" not in {m.part for m in plan.modules if m.weight == "fp8"}
 
 
 @pytest.mark.slow

@@ -368,8 +368,9 @@ def check_memory(folder: Path, **settings: Any) -> None:
     model = load_model(folder, dtype="bfloat16", **settings)
     said = mtplab.memory(folder, dtype="bfloat16", batch=3, context=40, depth=2, **settings)
     assert said.caches is not None and said.fits is not None
-    # not said: biases, and norms of q and k for every head
-    assert said.weights.nbytes == pytest.approx(held_tensors(model), rel=0.015)
+    # not said: norms of q and k for every head
+    normed = any(getattr(layer.mixer, "norms", False) for layer in model.config.layers)
+    assert said.weights.nbytes == pytest.approx(held_tensors(model), rel=0.015 if normed else 5e-3)
     for policy in ("none", "int8"):
         model = load_model(folder, quant_policy=policy, **settings)
         caches = mtplab.memory(folder, quant_policy=policy, batch=3, context=40, depth=2, **settings).caches

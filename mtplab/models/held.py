@@ -7,7 +7,9 @@ and said again here by its rules; `tests/test_memory.py` holds the two together.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from mtplab.checkpoint import ModulePlan, Plan
 from mtplab.checkpoint.audit.sizes import PARTS, part_shown
@@ -33,10 +35,17 @@ class Held:
     at_most: int
 
 
-def held_weights(plan: Plan, device: str, dtype: str, tied: tuple[int, int] | None = None) -> list[Held]:
+def held_weights(
+    plan: Plan,
+    device: str,
+    dtype: str,
+    tied: tuple[int, int] | None = None,
+    biases: Mapping[str, int] = MappingProxyType({}),
+) -> list[Held]:
     """Every part's weights by the way they are held, in the order of PARTS.
 
-    `dtype` is the compute dtype; `tied`: the shape of a vocabulary head that has no tensor of its own.
+    `dtype` is the compute dtype; `tied`: the shape of a vocabulary head that has no tensor of its own; `biases`: values
+    of the biases that modules have beside their weights.
     """
     found: dict[tuple[str, str], list[int]] = {}
 
@@ -55,6 +64,8 @@ def held_weights(plan: Plan, device: str, dtype: str, tied: tuple[int, int] | No
         if module.part == "draft" and (copied, module.shape, module.stored) in targets:
             nbytes = [0, max(nbytes)]  # values say whether it is a copy, and then the target's serves
         add(part_shown(module), how, *nbytes)
+        if module.name in biases:
+            add(part_shown(module), dtype, DTYPE_BYTES[dtype] * biases[module.name])
     if tied is not None and packs:  # anywhere else the embedding itself is used
         add("head", *_packed(tied, True))
     held = [Held(part, how, *sums) for (part, how), sums in found.items()]

@@ -15,7 +15,7 @@ from typing import Any
 
 from mtplab.checkpoint import Checkpoint, ModulePlan, Plan, open_checkpoint
 from mtplab.checkpoint.config_json import stored_dtype
-from mtplab.checkpoint.names import layer_of
+from mtplab.checkpoint.names import layer_of, module_of
 from mtplab.checkpoint.text_table import aligned, as_bytes, html_table, printable
 from mtplab.config import DTYPES, MAX_DEPTH, EngineConfig, SpecConfig
 from mtplab.errors import CheckpointError, ConfigError
@@ -236,7 +236,10 @@ def weights_in_memory(checkpoint: Checkpoint, plan: Plan, engine: EngineConfig, 
     packs = cpu and dtype == "float32"
     # a matrix is whole in float32 as it is packed; on a GPU codes are joined; otherwise it is made where it stays
     each = 4 if packs else 0 if cpu else 1
-    held = tuple(held_weights(plan, engine.device, dtype, tied))
+    biases = {
+        module_of(name): math.prod(info.shape) for name, info in checkpoint.tensors.items() if name.endswith(".bias")
+    }
+    held = tuple(held_weights(plan, engine.device, dtype, tied, biases))
     return Weights(engine.device, dtype, held, each * max(largest_product(plan), math.prod(tied or ())))
 
 

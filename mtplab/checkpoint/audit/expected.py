@@ -105,6 +105,18 @@ def _llama(c: _Sizes, heads: int) -> Named:
         yield from _mlp(f"{at}.mlp", c.hidden_size, c.intermediate_size)
 
 
+def _mimo(c: _Sizes, heads: int) -> Named:
+    yield from _llama(c, heads)
+    for i in range(heads):
+        at = f"model.mtp_layers.{i}"
+        yield from _norms(c, at)
+        yield from _attention(c, f"{at}.self_attn")
+        yield from _mlp(f"{at}.mlp", c.hidden_size, c.intermediate_size)
+        yield f"{at}.input_proj", (c.hidden_size, 2 * c.hidden_size)
+        for name in ("token_layernorm", "hidden_layernorm", "final_layernorm"):
+            yield f"{at}.{name}", (c.hidden_size,)
+
+
 def _qwen3_5(c: _Sizes, heads: int) -> Named:
     gated = c.flag("attn_output_gate") or "attn_output_gate" not in c._text
 
@@ -220,6 +232,7 @@ _FAMILIES: dict[str, Callable[[_Sizes, int], Named]] = {
     "mistral": _llama,
     "qwen2": _llama,
     "qwen3": _llama,
+    "mimo": _mimo,
     "qwen3_5": _qwen3_5,
     "qwen3_5_text": _qwen3_5,
     "qwen3_5_moe": _qwen3_5,

@@ -6,6 +6,7 @@ from __future__ import annotations
 import ast
 import json
 import shutil
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 import pytest
@@ -80,10 +81,21 @@ def tiny(request, tmp_path_factory) -> Path:
     return folder
 
 
+def test_the_heads_globs_cover_it_and_nothing_else(tiny):
+    """Whatever its family calls it: what panels offer as "MTP head"."""
+    ckpt = open_checkpoint(tiny)
+    heads = {module.name for module in ckpt.plan().modules if module.part == "draft"}
+    names = [module.name for module in ckpt.plan().modules]
+    covered = {name for name in names for glob in ckpt.draft_globs if fnmatchcase(name, glob)}
+    assert heads and covered == heads
+    plan = ckpt.plan(exclude=list(ckpt.draft_globs), model_format="fp8")
+    assert "draft" not in {m.part for m in plan.modules if m.weight == "fp8"}
+
+
 @pytest.mark.slow
 def test_a_tiny_checkpoint_goes_through_the_same_commands(tiny, tmp_path, capsys):
     """Audit → sweep → report, as README has them, with exclusions and a quantised cache."""
-    assert main(["doctor", str(tiny), "--depth", "2"]) == 0
+    assert main(["doctor", str(tiny), "--depth", "2", "--context", "200"]) == 0
     assert "it fits" in capsys.readouterr().out
     assert main(["audit", str(tiny), "--fail-on", "warning"]) == 0, capsys.readouterr().out
     capsys.readouterr()

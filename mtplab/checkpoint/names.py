@@ -17,6 +17,7 @@ from mtplab.checkpoint.draft_layouts import BEHIND_COUNT, OWN_COUNT, ROOTS
 
 __all__ = [
     "Reach",
+    "draft_globs",
     "draft_prefixes",
     "kind_of",
     "layer_of",
@@ -66,6 +67,17 @@ def draft_prefixes(config: dict[str, Any]) -> tuple[str, ...]:
     """
     layers, extra = _behind(text_config(config))
     return (*ROOTS, *(f"model.layers.{layers + i}." for i in range(extra)))
+
+
+def draft_globs(names: Iterable[str], config: dict[str, Any]) -> tuple[str, ...]:
+    """Globs that cover the draft head among these names and nothing else: `mtp.*`, `model.layers.61.*`."""
+    found, prefixes = set(), draft_prefixes(config)
+    for name in names:
+        plain = normalised(name)
+        prefix = next((each for each in prefixes if plain.startswith(each)), None)
+        if prefix is not None:
+            found.add(name.removesuffix(plain.removeprefix(prefix)) + "*")
+    return tuple(sorted(found))
 
 
 def _behind(text: dict[str, Any]) -> tuple[int, int]:

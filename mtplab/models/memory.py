@@ -15,7 +15,7 @@ from typing import Any
 
 from mtplab.checkpoint import Checkpoint, ModulePlan, Plan, open_checkpoint
 from mtplab.checkpoint.config_json import stored_dtype
-from mtplab.checkpoint.names import layer_of
+from mtplab.checkpoint.names import layer_of, module_of
 from mtplab.checkpoint.text_table import aligned, as_bytes, html_table, printable
 from mtplab.config import DTYPES, MAX_DEPTH, EngineConfig, SpecConfig
 from mtplab.errors import CheckpointError, ConfigError
@@ -48,7 +48,8 @@ class Weights:
 
     @property
     def at_most(self) -> int:
-        """Where values do not fit the dtype that is expected; only they say whether they do."""
+        """Where values do not fit the dtype that is expected, or a head's copies of the target's embedding and output
+        matrix differ from them; only values say whether they do."""
         return sum(each.at_most for each in self.held)
 
 
@@ -137,7 +138,8 @@ class Memory:
         """(what, held in, bytes) for a table."""
         found = [(each.part, each.dtype, as_bytes(each.nbytes)) for each in self.weights.held]
         beside = self.weights.at_most - self.weights.nbytes
-        all_of_them = f"up to {as_bytes(beside)} more if values do not fit FP16" if beside else ""
+        reasons = "values do not fit FP16, or a head's copies differ"
+        all_of_them = f"up to {as_bytes(beside)} more if {reasons}" if beside else ""
         found.append(("all weights", all_of_them, as_bytes(self.weights.nbytes)))
         found.append(("while loading, beside them", "one matrix", as_bytes(self.weights.loading)))
         c = self.caches
@@ -209,7 +211,8 @@ def memory(
     plan = checkpoint.plan(**plan_arguments(engine, spec))
     config, why = None, ""
     try:
-        config = parse_config(checkpoint.config, file=checkpoint.files.folder / "config.json")
+        file = checkpoint.files.folder / "config.json"
+        config = parse_config(checkpoint.config, file=file, names=checkpoint.tensors)
         config = config.slice(engine.layers)
     except CheckpointError as error:
         why = f"not run: {error}"
@@ -233,7 +236,10 @@ def weights_in_memory(checkpoint: Checkpoint, plan: Plan, engine: EngineConfig, 
     packs = cpu and dtype == "float32"
     # a matrix is whole in float32 as it is packed; on a GPU codes are joined; otherwise it is made where it stays
     each = 4 if packs else 0 if cpu else 1
-    held = tuple(held_weights(plan, engine.device, dtype, tied))
+    biases = {
+        module_of(name): math.prod(info.shape) for name, info in checkpoint.tensors.items() if name.endswith(".bias")
+    }
+    held = tuple(held_weights(plan, engine.device, dtype, tied, biases))
     return Weights(engine.device, dtype, held, each * max(largest_product(plan), math.prod(tied or ())))
 
 

@@ -96,13 +96,18 @@ class AttentionSpec:
 
 @dataclass(frozen=True)
 class DeltaSpec:
-    """The gated delta rule, which keeps a state in place of a cache. Counts are of heads, features and taps."""
+    """The gated delta rule, which keeps a state in place of a cache. Counts are of heads, features and taps.
+
+    `interleaved`: one projection gives q, k, v and z, a key head's beside each other, and another b and a likewise;
+    else q, k and v of all heads are one projection, and z, b and a one each.
+    """
 
     k_heads: int
     v_heads: int
     k_dim: int
     v_dim: int
     conv_kernel: int
+    interleaved: bool = False
 
     @property
     def key_dim(self) -> int:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from mtplab.checkpoint import ModulePlan, Plan
 from mtplab.checkpoint.audit.sizes import PARTS, part_shown
+from mtplab.checkpoint.draft_layouts import COPIES
 
 __all__ = ["DTYPE_BYTES", "Held", "held_weights", "largest_product"]
 
@@ -22,7 +23,7 @@ _POWERS = ("F8_E8M0", "U8")  # scales that are powers of two
 
 @dataclass(frozen=True)
 class Held:
-    """Weights of one part held one way. `at_most`: where values do not fit the way expected, which only they say."""
+    """Weights of one part held one way. `at_most`: where values are not those expected, which only they say."""
 
     part: str  # as `checkpoint.audit.sizes.PARTS`
     dtype: str
@@ -44,7 +45,10 @@ def held_weights(plan: Plan, device: str, dtype: str, tied: tuple[int, int] | No
 
     packs = device.startswith("cpu") and dtype == "float32"
     for module in plan.modules:
-        if module.part != "unused":
+        if module.part == "draft" and module.name.endswith(COPIES):
+            # loaded once where it holds the target's values, as every release does
+            add(part_shown(module), "shared with the target", 0, _held(module, device, dtype, packs)[1])
+        elif module.part != "unused":
             add(part_shown(module), *_held(module, device, dtype, packs))
     if tied is not None and packs:  # anywhere else the embedding itself is used
         add("head", *_packed(tied, True))
@@ -59,6 +63,8 @@ def _held(module: ModulePlan, device: str, dtype: str, packs: bool) -> tuple[str
         return "float32", 8 * count  # the weight, and times √n (`models/norm.py`)
     if module.kind == "other" and len(module.shape) < 2:
         return "float32", 4 * count
+    if module.name.endswith(".kv_b_proj"):  # values, on a GPU too (`quant/headwise.py`)
+        return dtype, size * count
     if module.weight == "fp8" and not device.startswith("cpu"):
         scales = math.prod(-(-n // block) for n, block in zip(module.shape, module.block or (), strict=True))
         return "FP8 and float32 scales", count + 4 * scales

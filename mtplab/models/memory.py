@@ -116,7 +116,7 @@ class Memory:
         """(what, held in, bytes) for a table."""
         found = [(each.part, each.dtype, as_bytes(each.nbytes)) for each in self.weights.held]
         beside = self.weights.at_most - self.weights.nbytes
-        all_of_them = f"up to {as_bytes(beside)} more if values do not fit FP16" if beside else ""
+        all_of_them = f"up to {as_bytes(beside)} more if values do not fit FP16 or copies are none" if beside else ""
         found.append(("all weights", all_of_them, as_bytes(self.weights.nbytes)))
         found.append(("while loading, beside them", "one matrix", as_bytes(self.weights.loading)))
         c = self.caches

@@ -46,6 +46,10 @@ class _Sizes:
             raise _Unsaid(name)
         return value
 
+    def or_none(self, name: str) -> int:
+        """A size that a config may leave out, or give as null or 0: then 0."""
+        return getattr(self, name) if self._text.get(name) else 0
+
     def kinds(self, count: int) -> list[str]:
         """`layer_types`, one a layer."""
         given = self._text.get("layer_types")
@@ -144,21 +148,47 @@ def _gated_delta(c: _Sizes, at: str) -> Named:
 
 def _deepseek(c: _Sizes, heads: int) -> Named:
     yield "model.norm", (c.hidden_size,)
-    rope, nope, nh = c.qk_rope_head_dim, c.qk_nope_head_dim, c.num_attention_heads
     for i in range(c.num_hidden_layers + heads):
         at = f"model.layers.{i}"
         yield from _norms(c, at)
-        yield f"{at}.self_attn.q_a_proj", (c.q_lora_rank, c.hidden_size)
-        yield f"{at}.self_attn.q_a_layernorm", (c.q_lora_rank,)
-        yield f"{at}.self_attn.q_b_proj", (nh * (nope + rope), c.q_lora_rank)
-        yield f"{at}.self_attn.kv_a_proj_with_mqa", (c.kv_lora_rank + rope, c.hidden_size)
-        yield f"{at}.self_attn.kv_a_layernorm", (c.kv_lora_rank,)
-        yield f"{at}.self_attn.kv_b_proj", (nh * (nope + c.v_head_dim), c.kv_lora_rank)
-        yield f"{at}.self_attn.o_proj", (c.hidden_size, nh * c.v_head_dim)
+        yield from _latent_attention(c, f"{at}.self_attn")
+        if i < c.or_none("first_k_dense_replace"):
+            yield from _mlp(f"{at}.mlp", c.hidden_size, c.intermediate_size)
+        else:
+            yield from _routed(c, f"{at}.mlp")
         if i >= c.num_hidden_layers:
-            yield f"{at}.eh_proj", (c.hidden_size, 2 * c.hidden_size)
-            yield f"{at}.enorm", (c.hidden_size,)
-            yield f"{at}.hnorm", (c.hidden_size,)
+            yield from _fusion_behind(c, at)
+
+
+def _latent_attention(c: _Sizes, at: str) -> Named:
+    rope, nope, nh = c.qk_rope_head_dim, c.qk_nope_head_dim, c.num_attention_heads
+    if c.or_none("q_lora_rank"):
+        yield f"{at}.q_a_proj", (c.q_lora_rank, c.hidden_size)
+        yield f"{at}.q_a_layernorm", (c.q_lora_rank,)
+        yield f"{at}.q_b_proj", (nh * (nope + rope), c.q_lora_rank)
+    else:
+        yield f"{at}.q_proj", (nh * (nope + rope), c.hidden_size)
+    yield f"{at}.kv_a_proj_with_mqa", (c.kv_lora_rank + rope, c.hidden_size)
+    yield f"{at}.kv_a_layernorm", (c.kv_lora_rank,)
+    yield f"{at}.kv_b_proj", (nh * (nope + c.v_head_dim), c.kv_lora_rank)
+    yield f"{at}.o_proj", (c.hidden_size, nh * c.v_head_dim)
+
+
+def _routed(c: _Sizes, at: str) -> Named:
+    """Experts as DeepSeek-V3 names and sizes them, and GLM-4.5 after it."""
+    yield f"{at}.gate", (c.n_routed_experts, c.hidden_size)
+    shared = c.or_none("n_shared_experts")
+    if shared:
+        yield from _mlp(f"{at}.shared_experts", c.hidden_size, shared * c.moe_intermediate_size)
+    for expert in range(c.n_routed_experts):
+        yield from _mlp(f"{at}.experts.{expert}", c.hidden_size, c.moe_intermediate_size)
+
+
+def _fusion_behind(c: _Sizes, at: str) -> Named:
+    """What a head behind the target's layers has beside its block; embedding and vocabulary head may be left out."""
+    yield f"{at}.eh_proj", (c.hidden_size, 2 * c.hidden_size)
+    for name in ("enorm", "hnorm", "shared_head.norm"):
+        yield f"{at}.{name}", (c.hidden_size,)
 
 
 _FAMILIES: dict[str, Callable[[_Sizes, int], Named]] = {

@@ -78,15 +78,15 @@ class EngineConfig(_Frozen):
 
 class SpecConfig(_Frozen):
     """How the draft is loaded and used. What is not given follows the target (`from_target`); a `quant_policy` of None
-    is the target's of each run."""
+    is the target's of each run, a hidden stage of None the one that the family is served with (`models/asked.py`)."""
 
     exclude: Exclude = None
     model_format: Literal["fp8"] | None = None
     quant_policy: str | None = None
     depth: int = Field(default=3, ge=0, le=MAX_DEPTH, strict=True)
     draft_sampling: Literal["greedy", "sampled"] = "greedy"
-    target_hidden: HiddenStage = "post_norm"
-    draft_hidden: HiddenStage = "post_norm"
+    target_hidden: HiddenStage | None = None
+    draft_hidden: HiddenStage | None = None
 
     _as_tuple = field_validator("exclude", mode="before")(EngineConfig._as_tuple.__func__)
 

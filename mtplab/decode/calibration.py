@@ -25,6 +25,8 @@ from mtplab.quant.policy import QuantPolicy, resolve_policy
 
 __all__ = ["bound"]
 
+Stages = tuple[str | None, str | None]  # what the draft reads of the target and of itself, as `SpecConfig` has them
+
 _BATCH = 16
 _TOP = {"fp8_e4m3": torch.finfo(torch.float8_e4m3fn).max, "fp8_e5m2": torch.finfo(torch.float8_e5m2).max}
 # by model, for as long as there is one: what texts gave
@@ -36,7 +38,7 @@ def bound(
     policy: QuantPolicy,
     part: str = "target",
     calibration: Sequence[Sequence[int]] | None = None,
-    hidden: tuple[str, str] = ("post_norm", "post_norm"),
+    hidden: Stages = (None, None),
 ) -> QuantPolicy:
     """The policy with the scales it needs for this model's "target" or "draft"; the policy itself where it needs none.
 
@@ -54,7 +56,7 @@ def bound(
     return policy.with_scales({layer: (sides[0].get(layer), sides[1].get(layer)) for layer in layers})
 
 
-def _of_side(model, policy: QuantPolicy, part: str, which: int, texts, hidden: tuple[str, str]) -> dict[int, Tensor]:
+def _of_side(model, policy: QuantPolicy, part: str, which: int, texts, hidden: Stages) -> dict[int, Tensor]:
     side = policy.sides[which]
     if side.scales is None:
         return {}
@@ -74,7 +76,7 @@ def _of_side(model, policy: QuantPolicy, part: str, which: int, texts, hidden: t
     return found
 
 
-def _largest(model: Model, part: str, texts: Sequence[Sequence[int]], hidden: tuple[str, str]) -> dict[int, Tensor]:
+def _largest(model: Model, part: str, texts: Sequence[Sequence[int]], hidden: Stages) -> dict[int, Tensor]:
     """The largest |K| and |V| of each head by layer, [sides, h_kv] float32."""
     key = (tuple(map(tuple, texts)), hidden)
     seen = _SEEN.setdefault(model, {})
@@ -85,7 +87,7 @@ def _largest(model: Model, part: str, texts: Sequence[Sequence[int]], hidden: tu
 
 
 @torch.inference_mode()
-def _measured(model: Model, texts: Sequence[Sequence[int]], hidden: tuple[str, str]) -> dict[str, dict[int, Tensor]]:
+def _measured(model: Model, texts: Sequence[Sequence[int]], hidden: Stages) -> dict[str, dict[int, Tensor]]:
     room = model.config.max_position - 1
     long = next((i for i, text in enumerate(texts) if len(text) > room), None)
     if long is not None:

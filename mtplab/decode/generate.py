@@ -34,8 +34,8 @@ def generate(
     quant_policy: str | int | QuantPolicy | None = None,
     draft_quant_policy: str | int | QuantPolicy | None = None,
     draft_sampling: str = "greedy",
-    target_hidden: str = "post_norm",
-    draft_hidden: str = "post_norm",
+    target_hidden: str | None = None,
+    draft_hidden: str | None = None,
     exact: bool | None = None,
     compile: bool = False,
     ignore_eos: bool = False,
@@ -55,7 +55,8 @@ def generate(
         quant_policy: KV-cache policy of the target (the model's default if None); draft_quant_policy: of the draft
             (the target's of this run if None, unless the model was loaded with one of its own).
         draft_sampling: "greedy" drafts are the draft's likeliest tokens at any temperature, "sampled" ones are drawn.
-        target_hidden, draft_hidden: hidden states that the head reads and feeds back, "post_norm" or "pre_norm".
+        target_hidden, draft_hidden: hidden states that the head reads and feeds back, "post_norm" or "pre_norm"; None
+            for those that the model's family is served with.
         exact: arithmetic whose rows do not depend on each other (the model's setting if None); on a CPU in float32
             only, and `settings["exact"]` says whether it was.
         compile: run the passes through torch.compile: faster at batch 1, after some seconds for each new depth, batch

@@ -33,6 +33,7 @@ from mtplab.decode.steps import Steps
 from mtplab.errors import MtplabError
 from mtplab.kernels.acceptance import emit_greedy, emit_sampled
 from mtplab.models import Model
+from mtplab.models.asked import as_served
 from mtplab.models.attend import KEY_BLOCK
 from mtplab.models.cache import KVCache
 from mtplab.models.choice import decodes_with_kernels
@@ -75,7 +76,8 @@ class Run:
         first: int = 0,
         compiled: bool = False,
     ):
-        self.model, self.spec, self.sampling, self.exact, self.compiled = model, spec, sampling, exact, compiled
+        self.model, self.sampling, self.exact, self.compiled = model, sampling, exact, compiled
+        self.spec = as_served(spec, model.checkpoint.config)
         self.k = spec.depth
         self.device = model.device
         self.eos = frozenset() if sampling.ignore_eos else frozenset(model.config.eos_token_ids)

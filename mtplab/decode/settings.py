@@ -16,6 +16,7 @@ from mtplab.decode.calibration import bound
 from mtplab.decode.threads import model_threads, running_with
 from mtplab.errors import ConfigError, not_text
 from mtplab.models import Model
+from mtplab.models.asked import as_served
 from mtplab.quant.fp8_products import uses_kernels
 from mtplab.quant.policy import QuantPolicy, resolve_policy
 
@@ -61,8 +62,8 @@ def resolve_run(
     quant_policy: str | int | QuantPolicy | None = None,
     draft_quant_policy: str | int | QuantPolicy | None = None,
     draft_sampling: str = "greedy",
-    target_hidden: str = "post_norm",
-    draft_hidden: str = "post_norm",
+    target_hidden: str | None = None,
+    draft_hidden: str | None = None,
     exact: bool | None = None,
     compile: bool = False,
     ignore_eos: bool = False,
@@ -91,7 +92,7 @@ def resolve_run(
         "draft_hidden": draft_hidden,
         "quant_policy": draft_policy.name,
     }
-    spec = SpecConfig.of(**model.spec.model_dump() | asked)
+    spec = as_served(SpecConfig.of(**model.spec.model_dump() | asked), model.checkpoint.config)
     sampling = SamplingConfig.of(
         temperature=temperature,
         top_k=top_k,
@@ -129,10 +130,11 @@ def resolve_run(
         )
     threads = model_threads(model, threads)
     texts = None if calibration is None else token_ids(model, calibration, "calibration", "calibration text")
+    hidden = spec.target_hidden, spec.draft_hidden
     with running_with(threads):
-        policy = bound(model, policy, "target", texts, (target_hidden, draft_hidden))
+        policy = bound(model, policy, "target", texts, hidden)
         if depth:
-            draft_policy = bound(model, draft_policy, "draft", texts, (target_hidden, draft_hidden))
+            draft_policy = bound(model, draft_policy, "draft", texts, hidden)
     return RunSettings(ids, spec, sampling, policy, draft_policy, exact, max_batch, threads)
 
 

@@ -1,6 +1,6 @@
-"""What a caller asks of a load, as validated configs, and what those ask of a plan.
+"""What a caller asks of a load, as validated configs, what those ask of a plan, and what a family gives unasked.
 
-Imports no torch: what a load will cost is worked out from the same arguments without it.
+Imports no torch: what a load will cost is worked out from the same arguments without it, and sweeps are planned.
 """
 
 from __future__ import annotations
@@ -9,10 +9,11 @@ from typing import Any
 
 from mtplab.checkpoint import Checkpoint
 from mtplab.config import EngineConfig, SpecConfig
-from mtplab.errors import ConfigError
+from mtplab.errors import CheckpointError, ConfigError
+from mtplab.models.families import family_of
 from mtplab.quant.policy import QuantPolicy, resolve_policy
 
-__all__ = ["check_exclusions", "load_settings", "plan_arguments"]
+__all__ = ["as_served", "check_exclusions", "load_settings", "plan_arguments"]
 
 
 def load_settings(
@@ -58,7 +59,7 @@ def plan_arguments(engine: EngineConfig, spec: SpecConfig) -> dict:
     """The plan's arguments: one weight format, and exclusions that keep the other part out of it where they differ."""
     exclude, draft_exclude = engine.exclude, spec.exclude
     if engine.model_format and not spec.model_format:
-        draft_exclude = ("mtp.*",)
+        draft_exclude = ("*",)
     elif spec.model_format and not engine.model_format:
         # an exclusion list not given to the draft would fall back on the target's
         exclude, draft_exclude = ("*",), draft_exclude or "published"
@@ -67,3 +68,14 @@ def plan_arguments(engine: EngineConfig, spec: SpecConfig) -> dict:
         "draft_exclude": draft_exclude,
         "model_format": engine.model_format or spec.model_format,
     }
+
+
+def as_served(spec: SpecConfig, config: dict[str, Any]) -> SpecConfig:
+    """`spec` with the hidden states that the family of this config.json is served with, where it names none. Of a
+    family that is not run here, those of most: after the norms."""
+    try:
+        family = family_of(config)[0]
+        stages = {"target_hidden": family.target_hidden, "draft_hidden": family.draft_hidden}
+    except CheckpointError:
+        stages = dict.fromkeys(("target_hidden", "draft_hidden"), "post_norm")
+    return spec.model_copy(update={name: getattr(spec, name) or stage for name, stage in stages.items()})

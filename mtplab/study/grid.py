@@ -14,6 +14,7 @@ from typing import Any, Literal
 from mtplab.checkpoint.config_json import stored_dtype, text_config
 from mtplab.config import MAX_DEPTH, EngineConfig, SamplingConfig, SpecConfig
 from mtplab.errors import CheckpointError, ConfigError, not_text, printable
+from mtplab.models.asked import as_served
 from mtplab.models.cache_fit import check_cache
 from mtplab.models.config import parse_config
 from mtplab.quant.policy import resolve_policy
@@ -128,7 +129,8 @@ def build_units(
     asked = [*policies, *(draft_policies or [])]
     texts = calibration_ids(asked, lambda text: (encode or tokenizer_encoder(folder))(text), calibration)
     temperatures = _distinct(_temperature(t) for t in axis("temperature", temperature))
-    engine, spec, sampling = settings.engine, settings.spec, settings.sampling
+    engine, sampling = settings.engine, settings.sampling
+    spec = as_served(settings.spec, checkpoint.config)
     judge = _judge(checkpoint, identity, engine, reference) if quality else None
     device = engine.device.split(":")[0]
     units = []

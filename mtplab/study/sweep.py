@@ -52,8 +52,8 @@ def sweep(
     top_k: int = 0,
     top_p: float = 1.0,
     draft_sampling: str = "greedy",
-    target_hidden: str = "post_norm",
-    draft_hidden: str = "post_norm",
+    target_hidden: str | None = None,
+    draft_hidden: str | None = None,
     ignore_eos: bool = False,
     device: str = "cpu",
     dtype: Any = None,
@@ -89,6 +89,8 @@ def sweep(
             glob, or a list of globs. A BF16 checkpoint is quantised to FP8 as it is loaded for every set but
             None.
         temperature: 0 is greedy.
+        target_hidden, draft_hidden: what the head reads of the target and is fed back, "post_norm" or "pre_norm"; None
+            is what the model's family is served with, and every row says which.
         results: the folder; default `results/<checkpoint's name>`.
         domains, limit: only these domains, only the first `limit` prompts of each.
         on_row: called with each row as it is there, read back ones included.

@@ -76,8 +76,8 @@ def force(
 
 def _settings(model: Model, prompts: list[list[int]], depth: int, tokens: int) -> RunSettings:
     plain = {"temperature": 0.0, "seed": 0, "max_new_tokens": tokens, "top_k": 0, "top_p": 1.0, "quant_policy": "none"}
-    rest = {"draft_quant_policy": None, "draft_sampling": "greedy", "target_hidden": "post_norm"}
-    last = {"draft_hidden": "post_norm", "exact": True, "compile": False, "ignore_eos": True, "threads": None}
+    rest = {"draft_quant_policy": None, "draft_sampling": "greedy"}
+    last = {"exact": True, "compile": False, "ignore_eos": True, "threads": None}
     return resolve_run(
         model, prompts, depth, **plain, **rest, **last, max_batch=len(prompts), on_round=None, cancel=None
     )

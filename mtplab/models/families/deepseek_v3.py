@@ -9,27 +9,28 @@ from __future__ import annotations
 
 from mtplab.checkpoint.draft_layouts import DEEPSEEK_V3
 from mtplab.models.families.family import Family, Sizes
+from mtplab.models.families.sigmoid_experts import read_feeds, read_sigmoid_experts
 from mtplab.models.fields import Fields, yarn_mscale
-from mtplab.models.spec import DenseSpec, LayerSpec, MixtureSpec, MlaSpec, Rotary
+from mtplab.models.spec import LayerSpec, MlaSpec, Rotary
 
-__all__ = ["FAMILY", "read_sizes"]
+__all__ = ["FAMILY"]
 
 _VARIANT = "a variant mtplab lacks"
 
 
-def read_sizes(fields: Fields) -> Sizes:
-    """The layers that a config asks for."""
+def _read(fields: Fields) -> Sizes:
     layers = fields.number("num_hidden_layers", top=10_000)
-    dense = fields.count("first_k_dense_replace", top=10_000)
     fields.must_be("hidden_act", "silu", "the experts' and the MLP's activation")
     fields.must_be("attention_bias", False, _VARIANT)
     fields.must_be("moe_layer_freq", 1, _VARIANT)
-    attention, mixture = _attention(fields), _mixture(fields)
+    fields.must_be("scoring_func", "sigmoid", _VARIANT)
+    fields.must_be("topk_method", "noaux_tc", _VARIANT)
+    attention, experts = _attention(fields), read_sigmoid_experts(fields)
+    feeds = read_feeds(fields, layers, experts)
     heads = fields.head_layers("num_nextn_predict_layers")
-    first = DenseSpec(fields.number("intermediate_size")) if dense else mixture
     return Sizes(
-        layers=tuple(LayerSpec(i, attention, first if i < dense else mixture) for i in range(layers)),
-        draft_layers=tuple(LayerSpec(i, attention, mixture) for i in range(heads)),
+        layers=tuple(LayerSpec(i, attention, feed) for i, feed in enumerate(feeds)),
+        draft_layers=tuple(LayerSpec(i, attention, experts) for i in range(heads)),
     )
 
 
@@ -57,36 +58,11 @@ def _attention(fields: Fields) -> MlaSpec:
     )
 
 
-def _mixture(fields: Fields) -> MixtureSpec:
-    fields.must_be("scoring_func", "sigmoid", _VARIANT)
-    fields.must_be("topk_method", "noaux_tc", _VARIANT)
-    size, count = fields.number("moe_intermediate_size"), fields.number("n_routed_experts", top=65536)
-    found = MixtureSpec(
-        count=count,
-        top_k=fields.number("num_experts_per_tok"),
-        size=size,
-        shared_size=size * fields.count("n_shared_experts"),
-        scores="sigmoid",
-        normalised=fields.flag("norm_topk_prob", True),
-        factor=fields.real("routed_scaling_factor", 1.0),
-        groups=fields.number("n_group", 1),
-        top_groups=fields.number("topk_group", 1),
-    )
-    if count % found.groups or (found.groups > 1 and count // found.groups < 2):
-        raise fields.wrong("n_group", f"groups of at least 2 of n_routed_experts, {count}, equally large")
-    if found.top_groups > found.groups:
-        raise fields.wrong("topk_group", f"at most n_group, {found.groups}")
-    choice = count // found.groups * found.top_groups
-    if found.top_k > choice:
-        raise fields.wrong("num_experts_per_tok", f"at most {choice}, the experts of topk_group groups")
-    return found
-
-
 FAMILY = Family(
     name="DeepSeek-V3, R1, V3.1",
     model_types=("deepseek_v3",),
     layout=DEEPSEEK_V3,
-    read=read_sizes,
+    read=_read,
     target="latent attention; dense layers, then experts in groups with a shared one",
     head="one layer of latent attention and experts",
     oracle="transformers, its MTP decoding too",

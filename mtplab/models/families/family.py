@@ -13,6 +13,7 @@ from pkgutil import iter_modules
 from typing import Any
 
 from mtplab.checkpoint.draft_layouts import Layout
+from mtplab.config import HiddenStage
 from mtplab.errors import CheckpointError
 from mtplab.models.fields import Fields
 from mtplab.models.spec import LayerSpec
@@ -43,6 +44,9 @@ class Family:
     hidden_first: bool = False  # the hidden state's half of fc's input comes before the embedding's
     chained: bool = True  # of a head with a module per depth: each reads what the one before gave
     first_masked: bool = False  # the head reads zeros in place of the embedding at position 0
+    # what engines give the head of the target, and feed back of its own: from before the final norm or after it
+    target_hidden: HiddenStage = "post_norm"
+    draft_hidden: HiddenStage = "post_norm"
 
 
 @cache

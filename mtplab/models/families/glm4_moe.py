@@ -3,7 +3,7 @@
 Keys are those of transformers' `Glm4MoeConfig`. Biases of q, k and v and their norms are each there or not: GLM-4.5 has
 both, GLM-4.5-Air has no norms. The head is DeepSeek-V3's, its block a layer with experts, numbered behind the target's
 (transformers' `MtpModel`, vLLM's `glm4_moe_mtp.py`). vLLM puts zeros in place of the embedding at position 0,
-transformers does not.
+transformers does not; vLLM feeds back what the head gives before its norm, transformers uses it once.
 """
 
 from __future__ import annotations
@@ -54,4 +54,5 @@ FAMILY = Family(
     head="one layer of attention and experts",
     oracle="transformers, drafts too",
     first_masked=True,
+    draft_hidden="pre_norm",
 )

@@ -25,6 +25,7 @@ _WHERE = {
     "compare_caches": "mtplab.study.cache_study",
     "compare_hidden": "mtplab.study.hidden",
     "memory": "mtplab.models.memory",
+    "numerics": "mtplab.study.numerics",
     "compare": "mtplab.report.comparison",
 }
 
@@ -40,6 +41,7 @@ __all__ = [
     "generate",
     "load_model",
     "memory",
+    "numerics",
     "open_checkpoint",
     "quantize_checkpoint",
     "sweep",
@@ -57,6 +59,7 @@ if TYPE_CHECKING:
     from mtplab.study import sweep
     from mtplab.study.cache_study import compare_caches
     from mtplab.study.hidden import compare_hidden
+    from mtplab.study.numerics import numerics
     from mtplab.study.trace import trace
 
 

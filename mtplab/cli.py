@@ -23,6 +23,7 @@ from mtplab.cli_doctor import doctor
 from mtplab.cli_exclude import exclude
 from mtplab.cli_generate import generate
 from mtplab.cli_measure import measure
+from mtplab.cli_numerics import numerics
 from mtplab.cli_quantize import quantize
 from mtplab.cli_report import join_parameters, report
 from mtplab.cli_sweep import sweep
@@ -44,6 +45,7 @@ app.command(short_help="What draft depth pays on this machine, timed.")(measure)
 app.command(short_help="What draft depth pays on a GPU, from acceptance and a cost model.")(advise)
 app.command(short_help="Which modules must stay BF16: each one's cost, and a list for a budget.")(exclude)
 app.command(short_help="Execute a notebook, or take a sweep's results: one HTML file.")(report)
+app.command(short_help="What FP8 does to each layer's arithmetic, of a slice of a large model too.")(numerics)
 app.command(short_help="Result files side by side: differences, with intervals.")(compare)
 app.command(short_help="Write a checkpoint anew: to FP8, to BF16, in another layout.")(quantize)
 app.command(short_help="What runs here: versions, devices, kernels or torch, and why.")(doctor)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from mtplab.cli_common import AsJson, Batches, numbers, path_of, print_json, say, whole_numbers
+from mtplab.cli_common import AsJson, Batches, names, numbers, path_of, print_json, say, share, whole_numbers
 from mtplab.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -52,7 +52,9 @@ def advise(
     ] = None,
     acceptance: Annotated[
         list[str] | None,
-        typer.Option(metavar="SHARES", help="By position: share of rounds whose drafts 1…j were all accepted."),
+        typer.Option(
+            metavar="SHARES", help="By position: share of rounds whose drafts 1…j were all accepted, 0.85 or 85%."
+        ),
     ] = None,
     conditional: Annotated[
         list[str] | None,
@@ -139,11 +141,11 @@ def _curve(
         )
     if results is not None:
         return _from_results(results, policy, exclude, temperature)
-    values = numbers(named[0], given[named[0]])
+    if named[0] == "--lengths":
+        return Curve.of_lengths(numbers("--lengths", given["--lengths"]))
+    values = [share(named[0], part) for part in names(named[0], given[named[0]] or [])]
     if named[0] == "--acceptance":
         return Curve.of_positions(values)
-    if named[0] == "--lengths":
-        return Curve.of_lengths(values)
     return Curve.of_rate(values[0], max_depth) if len(values) == 1 else Curve.of_conditional(values)
 
 
@@ -197,17 +199,19 @@ def _setting(
 
 
 def _table(one: Advice) -> str:
+    from mtplab.study.numbers import percent
+
     lines = [
         *one.sentences[:-1],
         "",
         "depth  tokens a round  takes rounds  tokens/s  of each sequence  speed-up  most of it is",
     ]
     for line in one.lines:
-        share = line.cost.parts[line.cost.binds] / line.cost.seconds
+        part = line.cost.parts[line.cost.binds] / line.cost.seconds
         lines.append(
             f"{line.depth:5}  {line.length:14.2f}  {line.ratio:12.2f}  {line.tokens_per_second:8.0f}  "
             f"{line.tokens_per_second / one.batch:16.0f}  {line.speedup:7.2f}×  {line.cost.words(line.cost.binds)} "
-            f"({share:.0%})" + ("" if line.fits else "; does not fit")
+            f"({percent(part)})" + ("" if line.fits else "; does not fit")
         )
     return "\n".join(lines) + "\n"
 

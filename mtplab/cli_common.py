@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
@@ -30,6 +31,7 @@ __all__ = [
     "DraftCachePolicy",
     "Exact",
     "Exclude",
+    "Layers",
     "MaxNewTokens",
     "ModelFormat",
     "Prompts",
@@ -48,6 +50,7 @@ __all__ = [
     "path_of",
     "print_json",
     "say",
+    "share",
     "spinner",
     "step_bar",
     "warnings_as_notes",
@@ -56,6 +59,7 @@ __all__ = [
 
 # characters on stderr: of a path or a value, and of a whole message
 MAX_WORD, MAX_LINE = 240, 1200
+_SHARE = re.compile(r"[0-9]{0,3}(?:\.[0-9]{1,17})?(?<=[0-9])%?")
 
 
 def path_of(text: str) -> Path:
@@ -97,6 +101,13 @@ Exclude = Annotated[
     ),
 ]
 MaxNewTokens = Annotated[int, typer.Option(metavar="N", help="Tokens per prompt at most.")]
+Layers = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NUMBERS",
+        help="Only these layers of the target, e.g. 0-3, and the head: a slice that a small machine can hold.",
+    ),
+]
 ModelFormat = Annotated[
     str | None,
     typer.Option(metavar="FORMAT", help="fp8 quantises a BF16 checkpoint as it is loaded, draft head included."),
@@ -179,18 +190,9 @@ def print_json(value: Any) -> None:
 
 def depth_list(text: str) -> tuple[int, ...]:
     """`0-8`, `1,3,5` or `0,2-4` as depths. Raises `ConfigError`."""
-    found: list[int] = []
-    for part in text.split(","):
-        first, dash, last = part.strip().partition("-")
-        if not first.isdecimal() or (dash and not last.isdecimal()):
-            raise ConfigError(f"--depths {text!r}: {part.strip()!r} is not a depth; expected e.g. 0-8 or 1,3,5")
-        low, high = int(first), int(last if dash else first)
-        if high < low:
-            raise ConfigError(f"--depths {text!r}: {part.strip()!r} runs backwards")
-        if high > 1000:  # the study says what it takes; this only keeps the list short
-            raise ConfigError(f"--depths {text!r}: {high} is too deep")
-        found += range(low, high + 1)
-    return tuple(found)
+    from mtplab.config import number_list  # which brings pydantic: help is printed without
+
+    return number_list("--depths", text)
 
 
 def names(option: str, values: Sequence[str]) -> list[str]:
@@ -210,6 +212,14 @@ def numbers(option: str, values: Sequence[str]) -> list[float]:
         except ValueError:
             raise ConfigError(f"{option} {part!r}: expected a number such as 0 or 0.7") from None
     return found
+
+
+def share(option: str, text: str) -> float:
+    """`85%` or `0.85`. Raises `ConfigError`; whether it lies between 0 and 1 is for who reads it to say."""
+    plain_text = text.strip()
+    if not _SHARE.fullmatch(plain_text):
+        raise ConfigError(f"{option} {text!r:.60}: expected a share such as 0.5% or 0.005")
+    return float(plain_text[:-1]) / 100 if plain_text.endswith("%") else float(plain_text)
 
 
 def whole_numbers(

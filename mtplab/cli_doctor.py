@@ -18,6 +18,7 @@ from mtplab.cli_common import (
     Device,
     DraftCachePolicy,
     Exclude,
+    Layers,
     ModelFormat,
     exclusion,
     path_of,
@@ -58,6 +59,7 @@ def doctor(
     draft_quant_policy: DraftCachePolicy = None,
     exclude: Exclude = None,
     model_format: ModelFormat = None,
+    layers: Layers = None,
     dtype: Annotated[
         str | None, typer.Option(metavar="DTYPE", help="Computed in: float32, bfloat16 or float16.")
     ] = None,
@@ -67,7 +69,7 @@ def doctor(
     """Say what runs here: versions, devices, and for each operation whether a Triton kernel or torch does it, and why.
 
     With PATH: what that checkpoint takes in memory, by part and dtype, caches included, and whether it fits; from its
-    headers. Exit code 1 if it does not fit.
+    headers. Exit code 1 if it does not fit, or the model has no positions for such a context.
 
     MTPLAB_KERNELS=triton or reference forces one or the other; auto, the default, takes Triton's kernels on a GPU.
 
@@ -75,6 +77,7 @@ def doctor(
     Examples:
       mtplab doctor
       MTPLAB_KERNELS=reference mtplab doctor --json
+      mtplab doctor data/tiny-qwen3_5 --layers 0-1
       mtplab doctor data/tiny-qwen3_5-fp8 --batch 32 --context 8192 --quant-policy int8
     """
     if path is not None:
@@ -87,7 +90,7 @@ def doctor(
             model_format = weight_format(open_checkpoint(path), model_format, kept)
         needs = memory(
             path, device, dtype, kept, None, quant_policy, draft_quant_policy, model_format,
-            batch=batch, context=context, depth=depth,
+            batch=batch, context=context, depth=depth, layers=layers,
         )  # fmt: skip
         if as_json:
             print_json({"memory": needs.to_dict()})

@@ -5,13 +5,13 @@ Knows nothing of how sets are measured or chosen.
 
 from __future__ import annotations
 
-import re
 import shlex
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -29,9 +29,12 @@ from mtplab.cli_common import (
     note,
     print_json,
     say,
+    share,
     step_bar,
 )
-from mtplab.errors import ConfigError
+
+if TYPE_CHECKING:
+    from mtplab.checkpoint.lenses.looks import Looks
 
 __all__ = ["exclude"]
 
@@ -102,8 +105,8 @@ def exclude(
     from mtplab.study.exclusion_search import check_search, search_exclusions
     from mtplab.study.prompts import load_prompts
 
-    share = _share(al_budget)
-    check_search(share, kl_budget, steps=steps)
+    allowed = share("--al-budget", al_budget)
+    check_search(allowed, kl_budget, steps=steps)
     every = load_prompts(prompts)
     mine = every.narrowed(limit=limit)
     others = [prompt for prompt in every.narrowed(limit=2 * limit).prompts if prompt not in mine.prompts]
@@ -128,21 +131,27 @@ def exclude(
     with _progress(path.name) as progress:
         found = search_exclusions(
             meter,
-            share,
+            allowed,
             kl_budget,
             steps=steps,
             confirm=meter.over(others, seed + 1) if others else None,
             progress=progress,
         )
-    engines = None if found.exclude is None else foreseen(opened, found.exclude).sentence
+    engines = None if found.exclude is None else foreseen(opened, found.exclude)
     if as_json:
-        print_json(found.to_dict() | {"kept_always": sorted(meter.fixed), "engines": engines})
+        said = None if engines is None else engines.sentence
+        print_json(found.to_dict() | {"kept_always": sorted(meter.fixed), "engines": said})
         return
     say(found.sensitivity)
     say()
-    say(found.sentence())
+    for sentence in found.sentences():
+        say(sentence)
     if found.exclude is not None:
-        say(f"Engines: {engines}")
+        assert engines is not None
+        say(f"Engines, by names and lists: {engines.sentence}")
+    for hint in _hints(found, engines, portable, every, limit):
+        say(hint)
+    if found.exclude is not None:
         say()
         say(f"mtplab quantize {shlex.quote(str(path))} OUT --exclude {shlex.quote(','.join(found.exclude))}")
 
@@ -160,11 +169,16 @@ def _estimate(meter: Any, as_json: bool) -> None:
     say(together_sentence(meter, found))
 
 
-def _share(text: str) -> float:
-    plain = text.strip()
-    if not re.fullmatch(r"[0-9]{1,3}(\.[0-9]{1,9})?%?|0?\.[0-9]{1,9}", plain):
-        raise ConfigError(f"--al-budget {text!r}: expected a share such as 0.5% or 0.005")
-    return float(plain[:-1]) / 100 if plain.endswith("%") else float(plain)
+def _hints(found: Any, engines: Looks | None, portable: bool, every: Any, limit: int) -> list[str]:
+    """What to give next time, where something is left open or an engine would go wrong."""
+    said = []
+    if found.recommended is not None and not found.sure:
+        most = max(Counter(prompt.domain for prompt in every.prompts).values())
+        more = f"--limit {most} takes all {len(every.prompts)} prompts there are, " if limit < most else ""
+        said.append(f"For a smaller ±: {more}--prompts FILE brings others, --max-new-tokens makes their texts longer.")
+    if not portable and engines is not None and any(look.disagreements for look in engines.looks):
+        said.append("For a list that every engine reads right: --portable keeps in BF16 what one of them builds so.")
+    return said
 
 
 @contextmanager

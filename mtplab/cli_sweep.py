@@ -178,6 +178,7 @@ def sweep(
             {
                 "computed": result.computed,
                 "read_back": result.reused,
+                "quality_measured_of_read_back": result.judged,
                 "cancelled": result.cancelled,
                 "notes": result.notes,
                 "rows": [json.loads(row.to_json()) for row in result],

@@ -7,6 +7,7 @@ exclusion that matches nothing) is checked where the checkpoint is.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
@@ -18,6 +19,25 @@ DTYPES = ("bfloat16", "float16", "float32")  # that a run computes in
 
 Exclude = str | tuple[str, ...] | None
 HiddenStage = Literal["post_norm", "pre_norm"]
+
+
+def number_list(name: str, text: str, most: int = 1000) -> tuple[int, ...]:
+    """`0-8`, `1,3,5` or `0,2-4` as whole numbers up to `most`. Raises ConfigError, which calls the text `name`."""
+    found: list[int] = []
+    for part in text.split(","):
+        first, dash, last = part.strip().partition("-")
+        if not (first.isascii() and first.isdigit()) or (dash and not (last.isascii() and last.isdigit())):
+            raise ConfigError(
+                f"{name} {text!r:.60}: {part.strip()!r:.60} is not a number or a range of them; expected e.g. 0-8 or "
+                "1,3,5"
+            )
+        low, high = (int(number) if len(number) < 10 else most + 1 for number in (first, last if dash else first))
+        if high < low:
+            raise ConfigError(f"{name} {text!r:.60}: {part.strip()!r:.60} runs backwards")
+        if high > most:
+            raise ConfigError(f"{name} {text!r:.60}: {part.strip()!r:.60} is more than {most}")
+        found += range(low, high + 1)
+    return tuple(found)
 
 
 class _Frozen(BaseModel):
@@ -55,6 +75,19 @@ class EngineConfig(_Frozen):
     quant_policy: str = "none"
     activation_rounding: bool = True
     exact: bool = True
+    layers: tuple[int, ...] | None = None  # of the target, as names on disk count them; None for all
+
+    @field_validator("layers", mode="before")
+    @classmethod
+    def _numbers(cls, value: Any) -> Any:
+        if isinstance(value, str):
+            value = number_list("layers", value, 10_000)
+        if value is None:
+            return None
+        found = tuple(value) if isinstance(value, Iterable) else ()
+        if not found or any(type(each) is not int or each < 0 for each in found):
+            raise ValueError("expected numbers of layers, such as '0-3' or range(4)")
+        return tuple(sorted(set(found)))
 
     @field_validator("device")
     @classmethod

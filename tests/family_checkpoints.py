@@ -29,7 +29,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
-__all__ = ["FAMILIES", "WIDE", "block_fp8", "draft_names", "load_target", "ready_for_mtp", "write_fp8"]
+__all__ = [
+    "FAMILIES", "WIDE", "block_fp8", "draft_names", "load_target", "longer", "model_of", "ready_for_mtp", "write_fp8",
+]  # fmt: skip
 
 VOCABULARY, HIDDEN = 64, 64
 _COMMON: dict[str, Any] = {
@@ -46,6 +48,12 @@ QWEN3_NEXT: dict[str, Any] = _COMMON | {
     "linear_num_key_heads": 2, "linear_num_value_heads": 4, "decoder_sparse_step": 1, "mlp_only_layers": [1],
     "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 48,
     "norm_topk_prob": True, "attention_bias": False, "use_sliding_window": False,
+}  # fmt: skip
+
+_NEXT_ALONE = ("mlp_only_layers", "decoder_sparse_step", "rope_theta")
+QWEN3_5_MOE: dict[str, Any] = {key: value for key, value in QWEN3_NEXT.items() if key not in _NEXT_ALONE} | {
+    "architectures": ["Qwen3_5MoeForCausalLM"], "model_type": "qwen3_5_moe_text", "mtp_num_hidden_layers": 1,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000000, "partial_rotary_factor": 0.25},
 }  # fmt: skip
 
 DEEPSEEK_V3: dict[str, Any] = _COMMON | {
@@ -73,7 +81,7 @@ GLM4_MOE: dict[str, Any] = _COMMON | {
 
 MIMO: dict[str, Any] = _COMMON | {
     "architectures": ["MiMoForCausalLM"], "model_type": "mimo", "num_hidden_layers": 3, "intermediate_size": 96,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "attention_bias": True, "rms_norm_eps": 1e-5,
+    "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32, "attention_bias": True, "rms_norm_eps": 1e-5,
     "rope_theta": 640000, "rope_scaling": None, "use_sliding_window": False, "sliding_window": 256,
     "max_window_layers": 3, "num_nextn_predict_layers": 1,
 }  # fmt: skip
@@ -110,7 +118,7 @@ WIDE: dict[str, dict[str, Any]] = {
     "qwen3_next": {"hidden_size": 256, "intermediate_size": 192, "moe_intermediate_size": 128, "head_dim": 64},
     "deepseek_v3": {"hidden_size": 256, "intermediate_size": 192, "moe_intermediate_size": 128, "q_lora_rank": 160},
     "glm4_moe": {"hidden_size": 256, "intermediate_size": 192, "moe_intermediate_size": 128, "head_dim": 64},
-    "mimo": {"hidden_size": 256, "intermediate_size": 192, "head_dim": 64},
+    "mimo": {"hidden_size": 256, "intermediate_size": 192, "head_dim": 128},
     "step3p7": {"hidden_size": 256, "intermediate_size": 192, "moe_intermediate_size": 128, "head_dim": 64},
 }
 
@@ -122,6 +130,11 @@ def write_qwen3_next(folder: Path, **overrides: Any) -> Path:
     """Qwen3-Next: gated delta rule and gated full attention, a layer without experts; `mtp.*`, a mixture; no count of
     head layers in config.json, as published."""
     return _write(folder, QWEN3_NEXT, _qwen_head, one_plus=True, overrides=overrides)
+
+
+def write_qwen3_5_moe(folder: Path, **overrides: Any) -> Path:
+    """Qwen3.5's text model with experts, which runs here already: to prove a comparison on."""
+    return _write(folder, QWEN3_5_MOE, _qwen_head, one_plus=True, overrides=overrides)
 
 
 def write_deepseek_v3(folder: Path, **overrides: Any) -> Path:
@@ -214,13 +227,14 @@ def _write(
     """`head` renames the layers behind the target's and adds what else the head has."""
     own = {key: overrides.pop(key) for key in ("seed", "heads", "state") if key in overrides}
     config = base | overrides
-    heads = own.get("heads", config.get("num_nextn_predict_layers", 1))
-    if "num_nextn_predict_layers" in config:
-        config["num_nextn_predict_layers"] = heads
+    heads = own.get("heads", config.get("num_nextn_predict_layers", config.get("mtp_num_hidden_layers", 1)))
+    for key in ("num_nextn_predict_layers", "mtp_num_hidden_layers"):
+        if key in config:
+            config[key] = heads
     layers = config["num_hidden_layers"] + heads
     config = {key: value[:layers] if isinstance(value, list) else value for key, value in config.items()}
     shapes = _shapes(config, heads, vision)
-    draw = _Draw(own.get("seed", 0), one_plus, own.get("state", 0.3))
+    draw = _Draw(own.get("seed", 0), one_plus, own.get("state", 0.5))
     tensors = {name: draw(name, shape) for name, shape in shapes.items()}
     head(tensors, config, heads, draw)
     if vision:
@@ -237,16 +251,24 @@ def _write(
 
 def _shapes(config: dict[str, Any], heads: int, vision: bool) -> dict[str, torch.Size]:
     """Names and shapes that transformers writes for the target with `heads` layers more: the head's blocks."""
-    longer = config | {"num_hidden_layers": config["num_hidden_layers"] + heads, "num_nextn_predict_layers": 0}
-    if config["model_type"] == "qwen3_next":
-        kinds = [(_FULL if (i + 1) % config["full_attention_interval"] == 0 else "linear_attention")
-                 for i in range(config["num_hidden_layers"])]  # fmt: skip
-        longer["layer_types"] = kinds + [_FULL] * heads
     with tempfile.TemporaryDirectory() as at, _quiet():
-        _model_of(longer).to(torch.bfloat16).save_pretrained(at)
+        model_of(longer(config, heads)).to(torch.bfloat16).save_pretrained(at)
         made = load_file(Path(at) / "model.safetensors")
     seen = ("vision_model.", "vit_large_projector.")
     return {name: value.shape for name, value in made.items() if vision or not name.startswith(seen)}
+
+
+def longer(config: dict[str, Any], heads: int) -> dict[str, Any]:
+    """A config.json that counts `heads` head layers among the target's."""
+    if "text_config" in config:
+        return config | {"text_config": longer(config["text_config"], heads)}
+    layers = config["num_hidden_layers"]
+    more = config | {"num_hidden_layers": layers + heads, "num_nextn_predict_layers": 0}
+    if "full_attention_interval" in config:
+        every = config["full_attention_interval"]
+        kinds = ["linear_attention" if (i + 1) % every else _FULL for i in range(layers)]
+        more["layer_types"] = kinds + [_FULL] * heads
+    return {key: value[: layers + heads] if isinstance(value, list) else value for key, value in more.items()}
 
 
 class _Draw:
@@ -259,7 +281,7 @@ class _Draw:
         value = torch.randn(shape, generator=self.generator)
         plain_norm = "linear_attn.norm" in name or "vision" in name
         if re.search(r"norm\.weight$|(ln_\w+|layernorm)\.weight$", name):
-            value = value * 0.2 + (0.0 if self.one_plus and not plain_norm else 1.0)
+            value = value * 0.4 + (0.0 if self.one_plus and not plain_norm else 1.0)
         else:
             value = value * _deviation(name, value.shape)
         value = value.to(torch.bfloat16)
@@ -280,7 +302,7 @@ def _deviation(name: str, shape: torch.Size) -> float:
         (r"lm_head\.weight$", 4 * fan_in),
         (r"(mlp|moe)\.gate\.weight$", 2 * fan_in),
         # layers correct the token's embedding and do not drown it, so that a random head is right now and then
-        (r"(o_proj|out_proj|down_proj)(\.weight)?$", 0.3 * fan_in),
+        (r"(o_proj|out_proj|down_proj)(\.weight)?$", 0.2 * fan_in),
         (r"conv1d\.weight$", 0.5),
         (r"A_log$", 0.5),
         (r"dt_bias$", 0.1),
@@ -352,7 +374,7 @@ def _quiet() -> Iterator[None]:
         transformers.logging.set_verbosity(verbosity)
 
 
-def _model_of(config: dict[str, Any]) -> PreTrainedModel:
+def model_of(config: dict[str, Any]) -> PreTrainedModel:
     """transformers' model of a config.json, initialised; for Step's text alone one with a vision tower."""
     config = json.loads(json.dumps(config))  # transformers changes nested ones in place
     config.pop("quantization_config", None)
@@ -362,8 +384,11 @@ def _model_of(config: dict[str, Any]) -> PreTrainedModel:
         return transformers.Step3p7ForConditionalGeneration(made)
     if kind == "step3p7":
         return transformers.Step3p7ForConditionalGeneration(transformers.Step3p7Config(**config))
-    name = {"qwen3_next": "Qwen3Next", "deepseek_v3": "DeepseekV3", "glm4_moe": "Glm4Moe", "mimo": "Qwen2"}[kind]
-    return getattr(transformers, f"{name}ForCausalLM")(getattr(transformers, f"{name}Config")(**config))
+    name, text = {
+        "qwen3_next": ("Qwen3Next", ""), "qwen3_5_moe_text": ("Qwen3_5Moe", "Text"), "deepseek_v3": ("DeepseekV3", ""),
+        "glm4_moe": ("Glm4Moe", ""), "mimo": ("Qwen2", ""),
+    }[kind]  # fmt: skip
+    return getattr(transformers, f"{name}ForCausalLM")(getattr(transformers, f"{name}{text}Config")(**config))
 
 
 def draft_names(folder: Path) -> list[str]:
@@ -386,7 +411,7 @@ def load_target(folder: Path) -> PreTrainedModel:
     """
     config = json.loads((folder / "config.json").read_text())
     text_only, drafts = config["model_type"] == "step3p5", _draft_prefixes(config)
-    shell = _model_of(config)
+    shell = model_of(config)
     with _quiet():
         model, info = type(shell).from_pretrained(
             folder, config=shell.config, dtype=torch.float32, output_loading_info=True, attn_implementation="eager"

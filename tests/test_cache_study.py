@@ -143,7 +143,7 @@ def test_a_pair_that_is_not_there_is_named(study):
 def test_figures_say_what_they_show(study):
     line = study.line("turboquant")
     said = cache_bytes_and_cost(study, 3).alt
-    assert f"turboquant 54 bytes, KL {line.quality.mean_kl:.2g}, {line.acceptance.length(3):.2f} tokens a round" in said
+    assert f"turboquant 54 bytes, KL {line.quality.mean_kl:.3g}, {line.acceptance.length(3):.2f} tokens a round" in said
     for measure, (name, _) in MEASURES.items():
         picture = cache_by_context(study, 2, measure=measure, draft="turboquant")
         assert picture.alt.startswith(f"{name} by position in the context. ") and "turboquant" in picture.alt

@@ -220,7 +220,7 @@ def test_sweep_prints_a_table_and_reads_it_back(command, bundled, tmp_path):
     assert "computed 0, read back 12" in second.stdout
     assert second.stdout.split("\n\ncomputed")[0] == table
     lines = table.splitlines()
-    judged = ["KL, mnat", "top-1", "perplexity"]
+    judged = ["KL, nats", "top-1", "perplexity"]
     assert re.split(" {2,}", lines[2]) == ["exclusions", "KV cache", "KV B/token", *judged, "d=0", "d=1", "d=2"]
     assert [line.split()[:2] for line in lines[4:8]] == [
         [exclude, cache] for exclude in ("published", "mtp.*") for cache in ("unquantised", "int8")

@@ -92,6 +92,12 @@ def test_the_check_prints_the_pages_table(capsys):
     assert len(found) == len(compare()) and {"source", "value", "modelled", "deviation", "why"} <= set(found[0])
 
 
+@pytest.mark.parametrize("option", ["--acceptance", "--conditional"])
+def test_shares_are_per_cent_too(capsys, option):
+    told = [run(capsys, *MODEL, option, given, "--json")[1] for given in ("0.85,0.7,0.6", "85%,70%,60%")]
+    assert told[0] == told[1] and json.loads(told[0])["advice"]
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -108,7 +114,9 @@ def test_the_check_prints_the_pages_table(capsys):
         (["--model", "Qwen3.5-27B", "--acceptance", "0.5", "--batch", "1,x"], "--batch 'x': expected whole numbers"),
         (["--model", "Qwen3.5-27B", "--acceptance", "0.5", "--tp", "5"], "tp is 5; expected a divisor of the 24"),
         (["--model", "Qwen3.5-27B", "--acceptance", "0.5", "--quant-policy", "int3"], "unknown quant_policy 'int3'"),
-        (["--model", "Qwen3.5-27B", "--acceptance", "a"], "--acceptance 'a': expected a number"),
+        (["--model", "Qwen3.5-27B", "--acceptance", "a"], "--acceptance 'a': expected a share such as 0.5% or 0.005"),
+        (["--model", "Qwen3.5-27B", "--acceptance", "85"], "85.0; expected a share from 0 to 1"),
+        (["--model", "Qwen3.5-27B", "--acceptance", "850%"], "8.5; expected a share from 0 to 1"),
         (["--model", "Qwen3.5-27B", "--conditional", "0.5", "--max-depth", "99"], "depths is 99; expected"),
         (["--model", "Qwen3.5-27B", "--acceptance", "0.5", "--measured", "none"], "none: expected the JSON of"),
         (["--model", "Qwen3.5-27B", "--results", "nowhere"], "no such results folder"),

@@ -1,6 +1,7 @@
 """A search for exclusions: planted weaknesses are found exactly, what is kept is read back, intervals are right."""
 
 import json
+import re
 import threading
 from dataclasses import replace
 from types import SimpleNamespace
@@ -179,13 +180,29 @@ def test_a_budget_that_chance_leaves_open_is_not_called_kept(found):
     wide, kl, loss = replace(found, al_budget=1.0, kl_budget=1.0), found.recommended.mean_kl, found.loss
     assert wide.sure and "Smallest that keeps the budgets: " in wide.sentence() and "Whether" not in wide.sentence()
     assert loss.error > 0 and kl.error > 0
+    whether = "Whether {} keeps its budget cannot be told from "
+    of_loss, of_kl = whether.format("the loss of acceptance"), whether.format("KL")
     for budgets, says in (
-        ({"al_budget": loss.value}, "Whether the loss of acceptance keeps the budget is within chance"),
-        ({"kl_budget": kl.value}, "Whether KL keeps the budget is within chance"),
-        ({"al_budget": loss.value, "kl_budget": kl.value}, "Whether KL and the loss of acceptance keep the budget is"),
+        ({"al_budget": loss.value}, [of_loss]),
+        ({"kl_budget": kl.value}, [of_kl]),
+        ({"al_budget": loss.value, "kl_budget": kl.value}, [of_kl, of_loss]),
     ):
         said = replace(wide, **budgets).sentence()
-        assert "Smallest that is not shown to break a budget: " in said and says in said
+        assert "Smallest that is not shown to break a budget: " in said
+        assert [each for each in (of_kl, of_loss) if each in said] == says
+
+
+def test_what_would_settle_an_open_budget_follows_from_the_interval(found):
+    """The half interval of n prompts is h: n (h / budget)² of them see a loss as large as the budget."""
+    count, loss = len(found.recommended.rounds), found.loss
+    budget = loss.error / 3 if loss.value <= loss.error / 3 + loss.error else loss.value
+    said = next(s for s in replace(found, al_budget=budget, kl_budget=1.0).sentences() if s.startswith("Whether"))
+    needed = int(re.search(r"over about ([0-9,]+) prompts as long", said)[1].replace(",", ""))
+    exact = count * (loss.error / budget) ** 2
+    assert exact <= needed * (1 + 1e-9) and needed <= 1.1 * exact + 1
+    told = float(re.search(r"from a budget of ([0-9.]+) % on they tell", said)[1]) / 100
+    assert loss.value + loss.error <= told <= 1.1 * (loss.value + loss.error)
+    assert replace(found, al_budget=told, kl_budget=1.0).sure, "what it names is true"
 
 
 def test_the_front_is_what_nothing_beats(found):

@@ -231,7 +231,9 @@ def test_of_an_architecture_that_is_not_run_the_weights_are_said(capsys):
     path = CHECKPOINTS / "ds-v3-ragged-mtp" / "ckpt"
     said, plan = mtplab.memory(path, device="cuda"), mtplab.open_checkpoint(path).plan()
     assert said.caches is None and said.fits is None and "mtplab runs" in said.sentence
-    assert said.stored == plan.nbytes() and said.weights.nbytes == pytest.approx(plan.loaded_nbytes(), rel=0.05)
+    assert said.stored == plan.nbytes() and said.weights.at_most == pytest.approx(plan.loaded_nbytes(), rel=0.05)
+    copies = 2 * plan.by_name["model.embed_tokens"].nbytes  # the head's, which are the target's as far as is known
+    assert said.weights.at_most - said.weights.nbytes == copies
     assert {each.part for each in said.weights.held} >= {"embedding", "target", "head", "draft"}
     assert main(["doctor", str(path)]) == 0
     assert "all weights" in (out := capsys.readouterr().out) and "mtplab runs" in out
@@ -266,3 +268,19 @@ def test_it_shows_in_a_notebook_and_needs_no_torch(bundled):
     code = f"import sys, mtplab; mtplab.memory({str(bundled)!r}); print('torch' in sys.modules)"
     ran = subprocess.run([sys.executable, "-c", code], cwd=REPO, capture_output=True, text=True)
     assert ran.stdout.strip() == "False", ran.stderr
+
+
+def test_a_context_beyond_the_models_positions_does_not_fit(bundled, capsys):
+    """However much memory there is: a run of it is refused, and so it says."""
+    positions = json.loads((bundled / "config.json").read_text())["max_position_embeddings"]
+    for context, code in ((positions, 0), (positions + 1, 1)):
+        assert main(["doctor", str(bundled), "--context", str(context)]) == code
+        out = capsys.readouterr().out
+        assert (f"longer than the model's {positions} positions" in out) == bool(code) and "it fits in" in out
+    assert mtplab.memory(bundled, context=positions).fits
+    found = mtplab.memory(bundled, context=positions + 1)
+    assert found.fits is False and found.to_dict()["context_too_long"]
+    # what it says is so
+    model = load_model(bundled)
+    with pytest.raises(ConfigError, match="max_position_embeddings"):
+        mtplab.generate(model, [[1] * positions], depth=0, max_new_tokens=1)

@@ -280,6 +280,8 @@ def test_no_panel_uses_pyplot():
 
 
 class FakeCheckpoint:
+    draft_globs = ("mtp.*",)
+
     def __init__(self):
         self.asked = []
 

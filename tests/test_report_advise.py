@@ -91,7 +91,7 @@ def test_tables():
     assert found.count("<tr>") == 5 and f"{advice.lines[3].tokens_per_second:.0f}" in found
     compared = compare()
     table = published_table(compared)
-    assert table.count("<tr>") == len(compared) + 1 and f"{compared[0].deviation:+.0%}" in table
+    assert table.count("<tr>") == len(compared) + 1 and f"{100 * compared[0].deviation:+.0f} %" in table
     assert table.count("explained") == sum(bool(one.point.why) for one in compared)
 
 

@@ -142,9 +142,10 @@ def test_every_number_of_a_row_is_set_side_by_side():
     other = [counted(*sample(1), 2, kv_bytes_per_token=72, **now, **quality)]
     found = mtplab.compare(base, other, names=["a", "b"])
     text = found.to_text(positions=True)
-    for shown in ("1 ±0.5", "250 ±20", "99.0 %", "90.0 %", "7.5 ×1", "8.25 ×1.1", "384 B", "200 B", "52 %"):
+    told = ("0.00100 ±0.00050", "0.250 ±0.020", "99.0 %", "90.0 %", "7.50 ×1.000", "8.25 ×1.100")
+    for shown in (*told, "384 B", "200 B", "52 %"):
         assert shown in text, shown
-    assert "KL from the unquantised target was 1 ± 0.5 and is 250 ± 20 millinats per token" in words(found)
+    assert "KL from the unquantised target was 0.00100 ± 0.00050 and is 0.250 ± 0.020 nats per token" in words(found)
     assert "Tokens per second" in text
     apart = [other[0].model_copy(update={"quality_text": "own:2"})]
     assert "over different texts, and do not compare" in words(mtplab.compare(base, apart))
@@ -162,7 +163,7 @@ def test_a_target_that_broke_is_said_whatever_its_acceptance(tmp_path, capsys):
     broken = [each.model_copy(update={"kl": 3.0, "perplexity": 160.0}) for each in base]
     found = mtplab.compare(base, broken, names=["base", "new"])
     assert "⚠ new broke the target, and its acceptance says nothing" in words(found)
-    assert "KL of 3000 millinats" in words(found) and "⚠ 3000" in str(found)
+    assert "KL of 3.00 nats per token" in words(found) and "⚠ 3.00" in str(found)
     assert found.to_dict()["against"][0]["broken_targets"] == 5
     assert "broke" not in words(mtplab.compare(broken, broken)) and "broke" not in words(mtplab.compare(broken, base))
     folders = [str(write_results(tmp_path / name, each)) for name, each in (("base", base), ("new", broken))]

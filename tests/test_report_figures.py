@@ -176,7 +176,7 @@ def test_break_even_draws_what_a_round_gives_and_takes():
 
 def test_break_even_at_another_batch_has_a_chart_of_its_own():
     cheap = [r.model_copy(update={"n_prompts": 1, "seconds": r.rounds * (1 + 0.1 * r.depth)}) for r in timed()]
-    picture = break_even(timed(), other_batch=cheap)
+    picture = break_even(timed(), timed=cheap)
     first, second = axes_of(picture)
     assert (first.get_title(loc="left"), second.get_title(loc="left")) == ("batch 4", "batch 1")
     takes = next(list(line.get_ydata()) for line in second.get_lines() if str(line.get_label()).startswith("takes"))

@@ -25,7 +25,7 @@ def test_a_number_keeps_its_bits_for_fifteen_octaves():
 def test_errors_are_in_the_alt_text(measure):
     errors = matrix_errors(with_outliers(W, 1, 18))
     picture = granularity_errors({"<b>spoilt</b>": errors}, measure)
-    assert f"tensor {getattr(errors[0], measure):.2%}" in picture.alt
+    assert f"tensor {100 * getattr(errors[0], measure):.2f} %" in picture.alt
     assert picture.png.startswith(b"\x89PNG")
 
 

@@ -42,8 +42,8 @@ def test_what_is_not_measured_is_not_drawn_and_quality_is_where_it_is():
     assert "What a round takes" not in sections(results_page(study, "x"))
     measured = [each.model_copy(update={"kl": 0.0123, "perplexity": 8.125}) for each in study]
     text = results_page(measured, "x")
-    assert ">KL, mnat</th>" in text and "12.3" in text and ">8.12</td>" in text
-    assert ">KL, mnat</th>" not in results_page(study, "x")
+    assert ">KL, nats</th>" in text and ">0.0123</td>" in text and ">8.12</td>" in text
+    assert ">KL, nats</th>" not in results_page(study, "x")
     sizes = ["target_weight_bytes", "draft_weight_bytes", "kv_bytes_per_token"]
     sizes += ["draft_kv_bytes_per_token", "state_bytes"]
     bare = [each.model_copy(update=dict.fromkeys(sizes)) for each in study]

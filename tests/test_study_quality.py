@@ -102,7 +102,7 @@ def test_a_stored_fp8_checkpoint_needs_a_reference(bundled, bundled_fp8, tmp_pat
         assert "no unquantised reference: give the BF16 checkpoint (--reference PATH" in row.quality_note
     assert alone.rows[0].quality_note in alone.to_table() and "over the prompts" in alone.to_table()
     beside = sweep(bundled_fp8, reference=bundled, **settings)
-    assert (beside.computed, beside.reused) == (0, 4), "acceptance is not computed again"
+    assert (beside.computed, beside.reused, beside.judged) == (0, 4, 4), "acceptance is not computed again"
     texts = measuring.own_texts(load_model(bundled), PROMPTS, 12, seed=0)
     skip = [len(model.encode(prompt)) - 1 for prompt in PROMPTS]
     mine = measuring.quality(model, texts, load_model(bundled), quant_policy="int4", skip=skip, exact=True)
@@ -145,6 +145,7 @@ def test_left_out_it_costs_nothing_and_shows_nothing(bundled, tmp_path, counted)
     assert "perplexity" not in plain.to_table() and "perplexity" not in plain._repr_html_()
     judged = sweep(bundled, results=tmp_path, **SETTINGS)
     assert (judged.computed, judged.reused) == (0, 2) and judged.rows[0].kl == 0.0
+    assert "read back 2 (of 2 of them the target's quality was not there, and was measured)" in judged.summary()
     assert sweep(bundled, results=tmp_path, quality=False, **SETTINGS).rows[0].kl is None
 
 
@@ -310,7 +311,7 @@ def test_high_acceptance_over_a_broken_target_is_marked(bundled, bundled_fp8, tm
     assert faults(good) == [None, None] and None not in faults(bad)
     both = good + bad
     line = next(line for line in both.to_table().splitlines() if line.startswith("bad ") and "⚠" in line)
-    assert f"⚠ {1e3 * bad.rows[1].kl:.0f}" in line and f"{bad.rows[1].acceptance_length:.2f}" in line
+    assert f"⚠ {bad.rows[1].kl:.2f} ±" in line and f"{bad.rows[1].acceptance_length:.2f}" in line
     lengths = [f"{row.acceptance_length:.2f}" for row in (bad.rows[1], good.rows[1])]
     says = f"Its acceptance length at depth 4, {lengths[0]} ({lengths[1]} with "
     for text in (both.to_table(), both._repr_html_(), " ".join(Conclusion(both).sentences)):

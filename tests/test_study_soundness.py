@@ -44,7 +44,7 @@ def test_the_sentence_sets_the_acceptance_beside_a_sound_one():
     bad = [judged(1.0, depth, policy="int4") for depth in (1, 2)]
     (said,) = sentences([*good, *bad])
     lengths = [f"{one[1].acceptance_length:.2f}" for one in (bad, good)]
-    assert "⚠ published · int4 cache: the target is broken (KL of 1000 millinats" in said
+    assert "⚠ published · int4 cache: the target is broken (KL of 1.00 nats per token" in said
     assert "perplexity 2.7 times as high" in said and "top-1 agreement 50.0 %" in said
     assert f"at depth 2, {lengths[0]} ({lengths[1]} with published · unquantised cache)" in said
     assert sentences(good) == [] and "broken" not in " ".join(quality_notes(good))
@@ -59,15 +59,16 @@ def test_every_view_marks_it_and_only_it():
         [r["target_fault"] is not None for r in as_records(rows)],
     ]
     assert marks == [[False, True]] * 2
-    assert quality_cells(rows)[0] == ("5 ±0.5", "99.5 %", "10.1 ×1.005")
+    assert quality_cells(rows)[0] == ("0.00500 ±0.00050", "99.5 %", "10.1 ×1.005")
     table = SweepResult(rows).to_table()
     lines = {line.split("  ")[1].strip(): line for line in table.splitlines() if line.startswith("published")}
     assert ["⚠" in lines[name] for name in ("unquantised", "int4")] == [False, True]
     for page in (SweepResult(rows)._repr_html_(), acceptance_table(rows)):
-        assert page.replace("<br>±", " ±").count("⚠ 1000 ±100") == 1  # beside its number, or below it
+        assert page.replace("<br>±", " ±").count("⚠ 1.00 ±0.10") == 1  # beside its number, or below it
         assert "the target is broken" in page and ">top-1<" in page
     said = " ".join(Conclusion(rows).sentences)
-    assert said.startswith("⚠ published · int4 cache: the target is broken") and "5 ± 0.5 millinats per token" in said
+    assert said.startswith("⚠ published · int4 cache: the target is broken")
+    assert "0.00500 ± 0.00050 nats per token" in said
 
 
 def test_what_was_not_judged_has_no_columns_and_a_domain_has_none():
@@ -84,7 +85,7 @@ def test_missing_numbers_say_why_and_texts_are_not_mixed_up():
     notes = quality_notes(rows)
     assert "no unquantised reference: …" in notes
     assert "over the prompts or what the unquantised target writes" in notes[-1] and "do not compare" in notes[-1]
-    assert quality_cells(rows)[0] == ("–", "–", "20")
+    assert quality_cells(rows)[0] == ("–", "–", "20.0")
 
 
 def test_checkpoints_of_one_study_are_told_apart():

@@ -20,7 +20,7 @@ from mtplab.checkpoint.formats import Format, QuantizationConfig, parse
 from mtplab.checkpoint.header import TensorInfo
 from mtplab.checkpoint.hub import is_hub_name, resolve_hub
 from mtplab.checkpoint.index import Files, find_files
-from mtplab.checkpoint.names import Reach, nearest, normalised
+from mtplab.checkpoint.names import Reach, draft_globs, nearest, normalised
 from mtplab.checkpoint.pairing import KV_SCALE_SUFFIXES, Pair, Pairing, Problem
 from mtplab.checkpoint.plan import Plan, make_plan
 from mtplab.checkpoint.strict_json import shown
@@ -107,6 +107,11 @@ class Checkpoint:
         from mtplab.checkpoint.checkpoint_table import as_html
 
         return as_html(self)
+
+    @cached_property
+    def draft_globs(self) -> tuple[str, ...]:
+        """Exclusions that cover the MTP head: `("mtp.*",)`, or in another family `("model.layers.61.*",)`."""
+        return draft_globs(self.tensors, self.config)
 
     @cached_property
     def problems(self) -> tuple[Problem, ...]:

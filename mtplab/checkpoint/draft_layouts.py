@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 __all__ = [
     "BEHIND_COUNT",
-    "COPIES",
     "COUNT_KEYS",
     "DEEPSEEK_V3",
     "FUSIONS",
@@ -138,8 +137,6 @@ OWN_COUNT = LAYOUTS[0].count_key
 BEHIND_COUNT = next(layout.count_key for layout in LAYOUTS if layout.behind)
 # what the names of heads begin with that are not numbered among the target's layers
 ROOTS = tuple(dict.fromkeys(layout.root for layout in LAYOUTS if not layout.behind))
-# ends of the names of a head's own embedding and vocabulary head, which releases fill with the target's
-COPIES = (".embed_tokens", ".shared_head.head")
 # last names of the matrices that join embedding and hidden state: all that a head drafts passes through them
 FUSIONS = frozenset(
     name.rpartition(".")[2] for layout in LAYOUTS for name in layout.joins

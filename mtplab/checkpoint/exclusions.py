@@ -38,7 +38,9 @@ PUBLISHED: tuple[str, ...] = (
     "*.router",
     "*.router.*",
     "*.eh_proj",
+    "*.mtp_layers.*.input_proj",
     "*.shared_head.head",
+    "*.shared_head.output",
 )
 
 # a module lies at most so deep

@@ -1,8 +1,9 @@
 """Stacked experts taken apart into the single ones that FP8 layouts hold: parts of one tensor's bytes, under new names.
 
 Only for families whose stacks are known to lie as [experts, output, input] with gate before up; others' are transposed
-or interleaved (Llama 4, gpt-oss), which shapes alone do not tell. Source: transformers' Qwen3_5MoeExperts; Qwen's FP8
-releases hold `experts.{e}.{gate,up,down}_proj`. Reads no values.
+or interleaved (Llama 4, gpt-oss), which shapes alone do not tell. Source: transformers' Qwen3_5MoeExperts,
+Qwen3NextExperts, Glm4MoeExperts and DeepseekV3Experts; releases hold `experts.{e}.{gate,up,down}_proj`, which
+transformers stacks as it loads and takes apart as it saves, unless that is switched off. Reads no values.
 """
 
 from __future__ import annotations
@@ -14,7 +15,14 @@ from mtplab.checkpoint.header import TensorInfo
 
 __all__ = ["single_experts", "stacked_parts"]
 
-_FAMILIES = ("qwen3_5_moe", "qwen3_5_moe_text", "qwen3_next")
+# model_type → the key that counts its experts
+_FAMILIES = {
+    "qwen3_5_moe": "num_experts",
+    "qwen3_5_moe_text": "num_experts",
+    "qwen3_next": "num_experts",
+    "glm4_moe": "n_routed_experts",
+    "deepseek_v3": "n_routed_experts",
+}
 _PARTS = {".experts.gate_up_proj": ("gate_proj", "up_proj"), ".experts.down_proj": ("down_proj",)}
 
 
@@ -27,8 +35,8 @@ def stacked_parts(info: TensorInfo, config: dict[str, Any]) -> tuple[str, ...]:
     experts, n, k = info.shape
     hidden, inner = text.get("hidden_size"), text.get("moe_intermediate_size")
     expected = (2 * inner, hidden) if isinstance(inner, int) and len(parts) == 2 else (hidden, inner)
-    family = text.get("model_type", config.get("model_type"))
-    known = family in _FAMILIES and text.get("num_experts") == experts and expected == (n, k)
+    count = _FAMILIES.get(str(text.get("model_type", config.get("model_type"))))
+    known = count is not None and text.get(count) == experts and expected == (n, k)
     return parts if known else ()
 
 

@@ -17,8 +17,10 @@ from mtplab.checkpoint.draft_layouts import BEHIND_COUNT, OWN_COUNT, ROOTS
 
 __all__ = [
     "Reach",
+    "draft_globs",
     "draft_prefixes",
     "kind_of",
+    "layer_of",
     "module_of",
     "nearest",
     "normalised",
@@ -67,6 +69,17 @@ def draft_prefixes(config: dict[str, Any]) -> tuple[str, ...]:
     return (*ROOTS, *(f"model.layers.{layers + i}." for i in range(extra)))
 
 
+def draft_globs(names: Iterable[str], config: dict[str, Any]) -> tuple[str, ...]:
+    """Globs that cover the draft head among these names and nothing else: `mtp.*`, `model.layers.61.*`."""
+    found, prefixes = set(), draft_prefixes(config)
+    for name in names:
+        plain = normalised(name)
+        prefix = next((each for each in prefixes if plain.startswith(each)), None)
+        if prefix is not None:
+            found.add(name.removesuffix(plain.removeprefix(prefix)) + "*")
+    return tuple(sorted(found))
+
+
 def _behind(text: dict[str, Any]) -> tuple[int, int]:
     """(decoder layers, draft layers named behind them), 0 where config.json says nothing that can be used."""
     layers, extra = text.get("num_hidden_layers"), text.get(BEHIND_COUNT)
@@ -99,6 +112,12 @@ class Reach:
             return None
         key = {"model": "num_hidden_layers", "mtp": OWN_COUNT}[layer[1]]
         return f"behind the last layer that config.json counts ({count}, by {key})"
+
+
+def layer_of(module: str) -> int | None:
+    """The number of the decoder layer that a module of the target belongs to, as names on disk count them."""
+    layer = _LAYER.match(normalised(module))
+    return int(layer[2]) if layer and layer[1] == "model" else None
 
 
 def of_other_senses(name: str) -> bool:

@@ -76,6 +76,12 @@ def resolve_run(
     """Arguments and defaults as `generate` has them. Raises ConfigError for settings and prompts that cannot be run."""
     if not isinstance(model, Model):
         raise ConfigError(f"model is {model!r:.60}; expected what mtplab.load_model(path) returns")
+    if model.config.sliced:
+        raise ConfigError(
+            f"the model is a slice: {len(model.config.layers)} of {model.config.num_layers} layers of "
+            f"{model.checkpoint.path}, whose outputs would not be the model's. Load it without layers=, or study the "
+            "slice's arithmetic with mtplab.numerics"
+        )
     if cancel is not None and not hasattr(cancel, "is_set"):
         raise ConfigError(f"cancel is {cancel!r:.60}; expected a threading.Event")
     if on_round is not None and not callable(on_round):
@@ -103,8 +109,8 @@ def resolve_run(
     )
     if depth and model.draft is None:
         raise ConfigError(
-            f"depth is {depth}, but {model.checkpoint.path} has no MTP head (mtp_num_hidden_layers is "
-            f"{model.config.mtp_layers}); use depth=0"
+            f"depth is {depth}, but {model.checkpoint.path} has no MTP head (its config.json counts no layer of one); "
+            "use depth=0"
         )
     if not isinstance(max_batch, int) or isinstance(max_batch, bool) or max_batch < 1:
         raise ConfigError(f"max_batch is {max_batch!r}; expected a whole number of at least 1")

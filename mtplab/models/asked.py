@@ -5,6 +5,7 @@ Imports no torch: what a load will cost is worked out from the same arguments wi
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from mtplab.checkpoint import Checkpoint
@@ -26,6 +27,7 @@ def load_settings(
     model_format: str | None = None,
     activation_rounding: bool = True,
     exact: bool = True,
+    layers: str | Iterable[int] | None = None,
 ) -> tuple[EngineConfig, SpecConfig]:
     """Configs of target and draft from the arguments of `load_model`. Raises ConfigError."""
     engine = EngineConfig.of(
@@ -36,6 +38,7 @@ def load_settings(
         quant_policy=resolve_policy(quant_policy).name,
         activation_rounding=activation_rounding,
         exact=exact,
+        layers=layers,
     )
     spec = SpecConfig.from_target(
         engine,
@@ -59,7 +62,7 @@ def plan_arguments(engine: EngineConfig, spec: SpecConfig) -> dict:
     """The plan's arguments: one weight format, and exclusions that keep the other part out of it where they differ."""
     exclude, draft_exclude = engine.exclude, spec.exclude
     if engine.model_format and not spec.model_format:
-        draft_exclude = ("*",)
+        draft_exclude = ("*",)  # all of the head's modules, whatever they are called
     elif spec.model_format and not engine.model_format:
         # an exclusion list not given to the draft would fall back on the target's
         exclude, draft_exclude = ("*",), draft_exclude or "published"

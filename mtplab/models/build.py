@@ -91,7 +91,8 @@ def build_head(config: ModelConfig, family: Family, p: Parameters, target: Targe
     if not c.draft_layers:
         return None
     names = [layout.names(spec.number, c.num_layers, p.root) for spec in c.draft_layers]
-    if not any(name.startswith(each.block) for each in names for name in p.checkpoint.tensors):
+    starts = tuple(each.block for each in names) if layout.behind else layout.root
+    if not any(name.startswith(starts) for name in p.checkpoint.tensors):
         where = layout.root if not layout.behind else names[0].block
         raise CheckpointError(
             f"{p.checkpoint.files.folder / 'config.json'}: {layout.count_key} is {c.mtp_layers}, but no tensor is "
@@ -233,12 +234,11 @@ class _Builder:
     def _delta(self, spec: DeltaSpec, at: str) -> GatedDelta:
         p, hidden, heads = self._p, self._c.hidden_size, spec.v_heads
         conv = p.vector(f"{at}conv1d.weight", (spec.conv_dim, 1, spec.conv_kernel))
-        inputs = [
-            (f"{at}in_proj_qkv", spec.conv_dim),
-            (f"{at}in_proj_z", spec.value_dim),
-            (f"{at}in_proj_b", heads),
-            (f"{at}in_proj_a", heads),
-        ]
+        if spec.interleaved:
+            sizes = {"qkvz": spec.conv_dim + spec.value_dim, "ba": 2 * heads}
+        else:
+            sizes = {"qkv": spec.conv_dim, "z": spec.value_dim, "b": heads, "a": heads}
+        inputs = [(f"{at}in_proj_{name}", rows) for name, rows in sizes.items()]
         return GatedDelta(
             spec,
             p.linear(inputs, hidden),

@@ -6,6 +6,7 @@ Knows no family: it says of any key what was found and what was expected.
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from typing import Any
 
 from mtplab.checkpoint.config_json import stored_dtype
@@ -17,10 +18,13 @@ __all__ = ["Fields", "yarn_mscale"]
 
 
 class Fields:
-    """A config.json's text part: its own, or the one under `text_config` of a multimodal wrapper."""
+    """A config.json's text part: its own, or the one under `text_config` of a multimodal wrapper.
 
-    def __init__(self, config: dict[str, Any], file: object = "config.json"):
-        self.whole, self.file = config, file
+    `names`: the tensors on disk, for what a family's config.json leaves to them; None where they are not known.
+    """
+
+    def __init__(self, config: dict[str, Any], file: object = "config.json", names: Collection[str] | None = None):
+        self.whole, self.file, self.names = config, file, names
         self.text: dict[str, Any] = config["text_config"] if isinstance(config.get("text_config"), dict) else config
 
     def wrong(self, key: str, expected: str) -> CheckpointError:

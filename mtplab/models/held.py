@@ -7,23 +7,27 @@ and said again here by its rules; `tests/test_memory.py` holds the two together.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from mtplab.checkpoint import ModulePlan, Plan
 from mtplab.checkpoint.audit.sizes import PARTS, part_shown
-from mtplab.checkpoint.draft_layouts import COPIES
 
 __all__ = ["DTYPE_BYTES", "Held", "held_weights", "largest_product"]
 
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 # stored so, every value is a power of two times an FP16 number unless the largest is 2^31 times the smallest
 _SHORT = ("BF16", "F16")
+# what a head may hold a copy of (`build.py`): its module's last name → the part whose it is
+_COPIES = {"embed_tokens": "embedding", "head": "head", "lm_head": "head"}
 _POWERS = ("F8_E8M0", "U8")  # scales that are powers of two
 
 
 @dataclass(frozen=True)
 class Held:
-    """Weights of one part held one way. `at_most`: where values are not those expected, which only they say."""
+    """Weights of one part held one way. `at_most`: where values do not fit the way expected, or a head's embedding and
+    output matrix are not the target's, which only values say."""
 
     part: str  # as `checkpoint.audit.sizes.PARTS`
     dtype: str
@@ -31,10 +35,17 @@ class Held:
     at_most: int
 
 
-def held_weights(plan: Plan, device: str, dtype: str, tied: tuple[int, int] | None = None) -> list[Held]:
+def held_weights(
+    plan: Plan,
+    device: str,
+    dtype: str,
+    tied: tuple[int, int] | None = None,
+    biases: Mapping[str, int] = MappingProxyType({}),
+) -> list[Held]:
     """Every part's weights by the way they are held, in the order of PARTS.
 
-    `dtype` is the compute dtype; `tied`: the shape of a vocabulary head that has no tensor of its own.
+    `dtype` is the compute dtype; `tied`: the shape of a vocabulary head that has no tensor of its own; `biases`: values
+    of the biases that modules have beside their weights.
     """
     found: dict[tuple[str, str], list[int]] = {}
 
@@ -44,12 +55,17 @@ def held_weights(plan: Plan, device: str, dtype: str, tied: tuple[int, int] | No
         sums[1] += max(nbytes, at_most)
 
     packs = device.startswith("cpu") and dtype == "float32"
+    targets = {(m.part, m.shape, m.stored) for m in plan.modules if m.part in ("embedding", "head")}
     for module in plan.modules:
-        if module.part == "draft" and module.name.endswith(COPIES):
-            # loaded once where it holds the target's values, as every release does
-            add(part_shown(module), "shared with the target", 0, _held(module, device, dtype, packs)[1])
-        elif module.part != "unused":
-            add(part_shown(module), *_held(module, device, dtype, packs))
+        if module.part == "unused":
+            continue
+        how, *nbytes = _held(module, device, dtype, packs)
+        copied = _COPIES.get(module.name.rpartition(".")[2])
+        if module.part == "draft" and (copied, module.shape, module.stored) in targets:
+            nbytes = [0, max(nbytes)]  # values say whether it is a copy, and then the target's serves
+        add(part_shown(module), how, *nbytes)
+        if module.name in biases:
+            add(part_shown(module), dtype, DTYPE_BYTES[dtype] * biases[module.name])
     if tied is not None and packs:  # anywhere else the embedding itself is used
         add("head", *_packed(tied, True))
     held = [Held(part, how, *sums) for (part, how), sums in found.items()]

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import math
 import os
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, replace
 from html import escape
 from typing import Any
 
-from mtplab.checkpoint import Checkpoint, Plan, open_checkpoint
+from mtplab.checkpoint import Checkpoint, ModulePlan, Plan, open_checkpoint
 from mtplab.checkpoint.config_json import stored_dtype
+from mtplab.checkpoint.names import layer_of, module_of
 from mtplab.checkpoint.text_table import aligned, as_bytes, html_table, printable
 from mtplab.config import DTYPES, MAX_DEPTH, EngineConfig, SpecConfig
 from mtplab.errors import CheckpointError, ConfigError
@@ -46,7 +48,8 @@ class Weights:
 
     @property
     def at_most(self) -> int:
-        """Where values do not fit the dtype that is expected; only they say whether they do."""
+        """Where values do not fit the dtype that is expected, or a head's copies of the target's embedding and output
+        matrix differ from them; only values say whether they do."""
         return sum(each.at_most for each in self.held)
 
 
@@ -78,7 +81,10 @@ class Caches:
 class Memory:
     """What `memory` found. `caches` is None and `why` says why for an architecture that mtplab does not run.
 
+    Of a slice (`layers`) `stored` counts all the same what the files hold.
+
     `available` is None where the machine does not say, or has no such device; `source` says whose it is, or why not.
+    `positions` are those the model has (max_position_embeddings), 0 where it is not run.
     """
 
     checkpoint: str
@@ -88,6 +94,12 @@ class Memory:
     stored: int  # bytes of the files' tensors
     available: int | None
     source: str
+    positions: int = 0
+
+    @property
+    def too_long(self) -> bool:
+        """Whether the context is longer than the model has positions for, so that a run of it is refused."""
+        return self.caches is not None and self.caches.context > self.positions > 0
 
     @property
     def needed(self) -> int:
@@ -96,7 +108,10 @@ class Memory:
 
     @property
     def fits(self) -> bool | None:
-        """Whether that is there; None where the machine does not say or the model is not run."""
+        """Whether that is there, for a context that the model has; None where the machine does not say or the model is
+        not run."""
+        if self.too_long:
+            return False
         return None if self.available is None or self.caches is None else self.needed <= self.available
 
     @property
@@ -108,15 +123,23 @@ class Memory:
             return f"{said}; {self.why}"
         said += f", caches {as_bytes(self.caches.nbytes)}, at most {as_bytes(self.needed)} in all"
         if self.available is None:
-            return f"{said}; {self.source}"
-        verdict = "it fits" if self.fits else "it does NOT fit"
-        return f"{said}: {verdict} in {as_bytes(self.available)} of {self.source}"
+            said += f"; {self.source}"
+        else:
+            verdict = "it fits" if self.needed <= self.available else "it does NOT fit"
+            said += f": {verdict} in {as_bytes(self.available)} of {self.source}"
+        if self.too_long:
+            said += (
+                f"; but a context of {self.caches.context} tokens is longer than the model's {self.positions} "
+                "positions (max_position_embeddings), and no run of it starts"
+            )
+        return said
 
     def rows(self) -> list[tuple[str, str, str]]:
         """(what, held in, bytes) for a table."""
         found = [(each.part, each.dtype, as_bytes(each.nbytes)) for each in self.weights.held]
         beside = self.weights.at_most - self.weights.nbytes
-        all_of_them = f"up to {as_bytes(beside)} more if values do not fit FP16 or copies are none" if beside else ""
+        reasons = "values do not fit FP16, or a head's copies differ"
+        all_of_them = f"up to {as_bytes(beside)} more if {reasons}" if beside else ""
         found.append(("all weights", all_of_them, as_bytes(self.weights.nbytes)))
         found.append(("while loading, beside them", "one matrix", as_bytes(self.weights.loading)))
         c = self.caches
@@ -137,6 +160,7 @@ class Memory:
             "weight_bytes_at_most": self.weights.at_most,
             "cache_bytes": None if self.caches is None else self.caches.nbytes,
             "needed": self.needed,
+            "context_too_long": self.too_long,
             "fits": self.fits,
         }
 
@@ -165,6 +189,7 @@ def memory(
     batch: int = 1,
     context: int = 4096,
     depth: int = 3,
+    layers: str | Iterable[int] | None = None,
 ) -> Memory:
     """What `load_model` with these arguments takes, and a run of `batch` sequences of `context` tokens at `depth`.
 
@@ -175,7 +200,7 @@ def memory(
     Raises CheckpointError for files that cannot be read, ConfigError for settings.
     """
     engine, spec = load_settings(
-        device, dtype, exclude, draft_exclude, quant_policy, draft_quant_policy, model_format
+        device, dtype, exclude, draft_exclude, quant_policy, draft_quant_policy, model_format, layers=layers
     )
     for name, value, least in (("batch", batch, 1), ("context", context, 1), ("depth", depth, 0)):
         if type(value) is not int or value < least or (name == "depth" and value > MAX_DEPTH):
@@ -186,13 +211,16 @@ def memory(
     plan = checkpoint.plan(**plan_arguments(engine, spec))
     config, why = None, ""
     try:
-        config = parse_config(checkpoint.config, file=checkpoint.files.folder / "config.json")
+        file = checkpoint.files.folder / "config.json"
+        config = parse_config(checkpoint.config, file=file, names=checkpoint.tensors)
+        config = config.slice(engine.layers)
     except CheckpointError as error:
         why = f"not run: {error}"
     weights = weights_in_memory(checkpoint, plan, engine, config)
     caches = None if config is None else _caches(checkpoint, config, weights, engine, spec, batch, context, depth)
     available, source = available_memory(engine.device)
-    return Memory(str(checkpoint.path), weights, caches, why, plan.nbytes(), available, source)
+    positions = 0 if config is None else config.max_position
+    return Memory(str(checkpoint.path), weights, caches, why, plan.nbytes(), available, source, positions)
 
 
 def weights_in_memory(checkpoint: Checkpoint, plan: Plan, engine: EngineConfig, config: ModelConfig | None) -> Weights:
@@ -200,14 +228,25 @@ def weights_in_memory(checkpoint: Checkpoint, plan: Plan, engine: EngineConfig, 
     cpu = engine.device.startswith("cpu")
     stored = stored_dtype(checkpoint.config) if config is None else config.dtype
     dtype = engine.dtype or ("float32" if cpu else stored if stored in DTYPES else "bfloat16")
+    if config is not None and config.sliced:
+        plan = replace(plan, modules=tuple(m for m in plan.modules if _in_slice(m, config)))
     tied = None
     if config is not None and config.tied_embeddings and "lm_head.weight" not in checkpoint.tensors:
         tied = config.vocab_size, config.hidden_size
     packs = cpu and dtype == "float32"
     # a matrix is whole in float32 as it is packed; on a GPU codes are joined; otherwise it is made where it stays
     each = 4 if packs else 0 if cpu else 1
-    held = tuple(held_weights(plan, engine.device, dtype, tied))
+    biases = {
+        module_of(name): math.prod(info.shape) for name, info in checkpoint.tensors.items() if name.endswith(".bias")
+    }
+    held = tuple(held_weights(plan, engine.device, dtype, tied, biases))
     return Weights(engine.device, dtype, held, each * max(largest_product(plan), math.prod(tied or ())))
+
+
+def _in_slice(module: ModulePlan, config: ModelConfig) -> bool:
+    """Whether a slice of the target has this module: those of other layers are left on disk."""
+    number = layer_of(module.name) if module.part == "target" else None
+    return number is None or any(layer.number == number for layer in config.layers)
 
 
 def refuse_what_cannot_fit(checkpoint: Checkpoint, weights: Weights) -> None:

@@ -5,17 +5,19 @@ Knows nothing of rounds: it makes caches and passes for whoever runs it.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from mtplab.checkpoint import Checkpoint, Plan, open_checkpoint
 from mtplab.checkpoint.strict_json import read_json_object
 from mtplab.config import EngineConfig, SpecConfig
 from mtplab.errors import CheckpointError, ConfigError, not_text
-from mtplab.models.asked import check_exclusions, load_settings, plan_arguments
+from mtplab.models.asked import as_served, check_exclusions, load_settings, plan_arguments
 from mtplab.models.build import Target, build_head, build_target
 from mtplab.models.cache import DeltaState, KVCache
 from mtplab.models.cache_fit import check_policy
@@ -64,6 +66,12 @@ class Model:
     def can_be_exact(self) -> bool:
         """Whether a row's bits can be promised not to depend on its neighbours: float32 on a CPU."""
         return self.device.type == "cpu" and self.dtype == torch.float32
+
+    def given(self, hidden: Tensor, target: Target | None = None) -> Tensor:
+        """What the head reads of the target's hidden states [m, hidden], which are from before the final norm, as this
+        family is served; by another target of the same shape where one is given."""
+        stage = as_served(self.spec, self.checkpoint.config).target_hidden
+        return hidden if stage == "pre_norm" else (target or self.target).normed(hidden)
 
     def with_exclusions(
         self,
@@ -175,6 +183,7 @@ def load_model(
     activation_rounding: bool = True,
     exact: bool = True,
     check_memory: bool = True,
+    layers: str | Iterable[int] | None = None,
 ) -> Model:
     """Load a checkpoint and its MTP head.
 
@@ -189,6 +198,9 @@ def load_model(
         activation_rounding: round the inputs of FP8 layers to E4M3 (W8A8), with the scales that the checkpoint's
             format gives them: per token and 128 features beside blocks, else per token, or the stored one.
         exact: arithmetic in which a row does not depend on the rows beside it (float32 on a CPU).
+        layers: of the target, "0-3" or numbers: a slice of a model that this machine cannot hold. Embedding, final
+            norm, vocabulary head and MTP head are loaded with it. What it generates would not be the model's, so only
+            its arithmetic can be studied (`mtplab.numerics`).
         check_memory: refuse at once weights that are more than the memory available; see `mtplab.memory`.
 
     Weights are read a band of rows at a time: at the worst moment there is one matrix beside those that stay.
@@ -205,6 +217,7 @@ def load_model(
         model_format,
         activation_rounding,
         exact,
+        layers,
     )
     return load_configured(path, engine, spec, check_memory)
 
@@ -216,7 +229,9 @@ def load_configured(
     checkpoint = path if isinstance(path, Checkpoint) else open_checkpoint(path)
     check_exclusions(checkpoint, engine, spec)
     plan = checkpoint.plan(**plan_arguments(engine, spec))
-    config = parse_config(checkpoint.config, *_eos_override(checkpoint), checkpoint.files.folder / "config.json")
+    file = checkpoint.files.folder / "config.json"
+    config = parse_config(checkpoint.config, *_eos_override(checkpoint), file, checkpoint.tensors)
+    config = config.slice(engine.layers)
     where, stored = _device(engine.device), _dtype(config.dtype)
     compute = _dtype(engine.dtype) if engine.dtype else (torch.float32 if where.type == "cpu" else stored)
     if check_memory:

@@ -6,7 +6,10 @@ names or tensors, and imports no torch: memory is worked out from it, and sweeps
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, replace
+
+from mtplab.errors import ConfigError
 
 __all__ = [
     "AttentionSpec",
@@ -127,13 +130,18 @@ class MlaSpec:
 
 @dataclass(frozen=True)
 class DeltaSpec:
-    """The gated delta rule, which keeps a state in place of a cache. Counts are of heads, features and taps."""
+    """The gated delta rule, which keeps a state in place of a cache. Counts are of heads, features and taps.
+
+    `interleaved`: one projection gives q, k, v and z, a key head's beside each other, and another b and a likewise;
+    else q, k and v of all heads are one projection, and z, b and a one each.
+    """
 
     k_heads: int
     v_heads: int
     k_dim: int
     v_dim: int
     conv_kernel: int
+    interleaved: bool = False
 
     @property
     def key_dim(self) -> int:
@@ -263,6 +271,19 @@ class ModelConfig:
         feeds = (layer.feed for layer in (*self.layers, *self.draft_layers))
         return [feed for feed in feeds if isinstance(feed, MixtureSpec)]
 
-    def with_layers(self, numbers: range) -> ModelConfig:
-        """The same with these of the target's layers only."""
+    @property
+    def sliced(self) -> bool:
+        """Whether some of the target's layers are left out."""
+        return len(self.layers) < self.num_layers
+
+    def slice(self, numbers: Collection[int] | None) -> ModelConfig:
+        """The same with these of the target's layers only; None for all. Raises ConfigError for one there is not."""
+        if numbers is None:
+            return self
+        wrong = sorted(set(numbers) - {layer.number for layer in self.layers})
+        if wrong:
+            raise ConfigError(
+                f"layers names {', '.join(map(str, wrong[:4]))}{', …' * (len(wrong) > 4)}; this model has layers 0 to "
+                f"{self.num_layers - 1}"
+            )
         return replace(self, layers=tuple(layer for layer in self.layers if layer.number in numbers))

@@ -49,6 +49,8 @@ _WHERE = {
     "roofline": "gemm_figures",
     "RoundsView": "rounds",
     "Conclusion": "conclusion",
+    "Finding": "findings",
+    "Findings": "findings",
     "acceptance_table": "rows_table",
     "plan_summary": "plan_tables",
     "size_against": "plan_tables",

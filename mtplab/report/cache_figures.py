@@ -18,13 +18,14 @@ from mtplab.report.palette import GRID, INK, MARKERS, PAPER, policy_colours
 from mtplab.report.picture import Picture
 from mtplab.report.text import escape, plain, plot_label
 from mtplab.study.cache_study import CacheLine, CacheStudy, context_edges
+from mtplab.study.numbers import NATS, plus_minus, rounded
 from mtplab.study.words import DEPTH, cache_words, signed
 
 __all__ = ["MEASURES", "cache_bytes_and_cost", "cache_by_context", "cache_pictures", "cache_table", "draft_cache_grid"]
 
 # key of `Quality.by_context` → (what an axis calls it, how a number of it is written)
 MEASURES = {
-    "kl": ("KL from unquantised (nats a token)", "{:.2g}"),
+    "kl": (f"KL from unquantised ({NATS})", "{:.2g}"),
     "top1_agreement": ("Same likeliest token (share)", "{:.3f}"),
     "perplexity": ("Perplexity of the text", "{:.2f}"),
 }
@@ -72,7 +73,7 @@ def cache_bytes_and_cost(study: CacheStudy, depth: int) -> Picture:
         words = f"{plain(signs.labels[line.policy])} {line.nbytes} bytes"
         if kl:
             _bars(left, [at], [kl], [line.quality.kl_interval() or 0.0], style)
-            words += f", KL {kl:.2g}"
+            words += f", KL {rounded(kl)[0]}"
         if length is not None:
             _bars(right, [at], [length], [line.acceptance.half_interval(depth) or 0.0], style)
             words += f", {length:.2f} tokens a round"
@@ -150,7 +151,7 @@ def draft_cache_grid(study: CacheStudy, depth: int) -> Picture:
 
 def cache_table(study: CacheStudy, depth: int) -> str:
     """HTML: a line for each target policy with a draft that follows it."""
-    names = ["KV cache", "bytes a token", "draft's", "tokens a round", "change", "KL (nats a token)", "same likeliest",
+    names = ["KV cache", "bytes a token", "draft's", "tokens a round", "change", f"KL ({NATS})", "same likeliest",
              "perplexity"]  # fmt: skip
     rows = []
     for line in study.alike:
@@ -161,7 +162,7 @@ def cache_table(study: CacheStudy, depth: int) -> str:
             f"{line.draft_nbytes:,}",
             _plus_minus(line.acceptance.length(depth), line.acceptance.half_interval(depth), "{:.2f}"),
             "–" if change is None or line.policy == "none" else _plus_minus(*change, "{:+.2f}"),
-            "0" if not quality.mean_kl else _plus_minus(quality.mean_kl, quality.kl_interval(), "{:.2g}"),
+            "0" if not quality.mean_kl else plus_minus(quality.mean_kl, quality.kl_interval()),
             f"{100 * (quality.top1_agreement or 0):.2f} %",
             f"{quality.perplexity:.3f}",
         ]

@@ -16,6 +16,7 @@ from mtplab.errors import ConfigError
 from mtplab.report.cache_figures import MEASURES, cache_pictures
 from mtplab.report.panels import Panel, Progress
 from mtplab.study.cache_study import CacheStudy, context_edges
+from mtplab.study.numbers import NATS, rounded
 from mtplab.study.words import cache_words
 
 __all__ = ["CachePanel"]
@@ -74,10 +75,10 @@ class CachePanel(Panel):
     def draw(self, result: Any) -> None:
         picture, lines, depth = result
         self.show_picture(picture)
-        head = ("KV cache", "bytes a token, target + draft", f"tokens a round, depth {depth}", "KL (nats a token)")
+        head = ("KV cache", "bytes a token, target + draft", f"tokens a round, depth {depth}", f"KL ({NATS})")
         rows = []
         for line in lines:
             length, nbytes = line.acceptance.length(depth), f"{line.nbytes:,} + {line.draft_nbytes:,}"
-            told = "–" if length is None else f"{length:.2f}", f"{line.quality.mean_kl:.2g}"
+            told = "–" if length is None else f"{length:.2f}", rounded(line.quality.mean_kl or 0.0)[0]
             rows.append((cache_words(line.policy, line.draft_policy), nbytes, *told))
         self.table.value = scrolling(html_table(head, rows, head[1:]), "Cache policies")

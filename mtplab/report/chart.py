@@ -110,9 +110,11 @@ class Chart:
             y = min(max(y, low_y), low_y + tall)  # a wide interval of a doubtful point may end at the edge
             return HEIGHT - _BOTTOM - (y - low_y) / tall * (HEIGHT - _TOP - _BOTTOM)
 
+        # all with as many digits as the finest of them needs
+        fine = max(len(f"{y:g}".partition(".")[2]) for y in y_ticks) if y_ticks else 0
         parts = []
         for y in y_ticks:
-            words = f"{100 * y:.0f}" if self.share else f"{y:g}"
+            words = f"{100 * y:.0f}" if self.share else f"{y:.{fine}f}"
             parts.append(
                 f'<path d="M{_LEFT},{at_y(y):.1f}H{WIDTH - _RIGHT}" stroke="currentColor" stroke-opacity=".18"/>'
                 f'<text x="{_LEFT - 8}" y="{at_y(y) + 4:.1f}" text-anchor="end" font-size="13" {_TEXT}>{words}</text>'
@@ -160,7 +162,7 @@ def _drawn(
             bars.append(f"M{x:.1f},{at_y(line.low[at]):.1f}V{at_y(line.high[at]):.1f}")
         if line.least:
             bars.append(f"M{x:.1f},{y:.1f}H{at_x(line.least[at]) + shift:.1f}")
-    look = f'fill="none" stroke="{line.colour}" stroke-opacity=".55" stroke-width="1.3"'
+    look = f'fill="none" stroke="{line.colour}" stroke-opacity=".9" stroke-width="1"'
     parts.append(f'<path d="{"".join(bars)}" {look}/>')
     for x, y, at in points:
         where = f'transform="translate({x:.1f},{y:.1f})"'

@@ -53,7 +53,7 @@ class CheckpointPanel(Panel):
                 **self.look(),
             ),
             "exclude": widgets.Dropdown(
-                options=(AS_PUBLISHED, "none", "mtp.*", OWN),
+                options=[(each, each) for each in (AS_PUBLISHED, "none")] + [("MTP head", "mtp.*"), (OWN, OWN)],
                 description="Kept out of FP8",
                 **self.look(),
             ),
@@ -73,7 +73,9 @@ class CheckpointPanel(Panel):
 
     def work(self, config: Mapping[str, Any], progress: Progress, cancel: threading.Event) -> Any:
         choice = config["exclude"]
-        exclude = {AS_PUBLISHED: None, "none": "none", OWN: list(config["modules"])}.get(choice, [choice])
+        exclude = {AS_PUBLISHED: None, "none": "none", OWN: list(config["modules"])}.get(choice)
+        if choice == "mtp.*":
+            exclude = list(self.checkpoint.draft_globs) or [choice]
         return self.checkpoint.plan(exclude=exclude, model_format="fp8" if config["format"] == ONLINE else None)
 
     def draw(self, result: Any) -> None:

@@ -14,7 +14,7 @@ from mtplab.report.comparison_figure import differences_by_depth
 from mtplab.report.comparison_tables import tables
 from mtplab.report.comparison_words import sentences
 from mtplab.report.explorer import SweepExplorer
-from mtplab.report.finding import finding_html
+from mtplab.report.findings import Findings
 from mtplab.report.page import Page, page_path, save_page
 from mtplab.report.row_facts import row_facts
 from mtplab.report.table import html_table
@@ -50,7 +50,7 @@ def comparison_page(comparison: Comparison) -> str:
 def _part(page: Page, against: Against, number: int) -> None:
     heading = f"{one_line(against.other.name, NAME)} against {one_line(against.base.name, NAME)}"
     page.html(f'<h2 id="against-{number}">{escape(heading)}</h2>')
-    page.html(finding_html(sentences(against)))
+    page.show(Findings(sentences(against)))
     if any(point.pair.depth for point in against.points):
         page.show(differences_by_depth(against))
         page.text(

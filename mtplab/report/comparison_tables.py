@@ -15,7 +15,7 @@ from mtplab.study import words
 from mtplab.study.fields import has_length
 from mtplab.study.matching import AXES, Pair
 from mtplab.study.row import ResultRow
-from mtplab.study.soundness import COLUMNS, quality_cells
+from mtplab.study.soundness import COLUMNS, quality_numbers
 
 __all__ = [
     "byte_pairs",
@@ -78,7 +78,8 @@ def _lengths(against: Against) -> Table:
         shares = [_first(a), _first(b)]
         body.append([*_cells(point.pair, columns), str(point.pair.depth), *lengths, with_error(point), *mark, *shares])
     base, other = _names(against)
-    head = [*columns, "depth", base, other, "difference", *([""] if marked else []), f"draft 1, {base}", other]
+    first = [f"draft 1, {name}" for name in (base, other)]
+    head = [*columns, "depth", base, other, "difference", *([""] if marked else []), *first]
     return Table("Acceptance length (tokens per round)", head, body, len(columns), _LEGEND if marked else "")
 
 
@@ -119,7 +120,7 @@ def _quality_table(against: Against) -> Table | None:
         return None
     columns = _columns(lines)
     blank = [("–", "–", "–")] * len(lines)
-    before, now = (quality_cells(getattr(pair, side) for pair in lines) or blank for side in ("base", "other"))
+    before, now = (quality_numbers(getattr(pair, side) for pair in lines) or blank for side in ("base", "other"))
     base, other = _names(against)
     body = []
     for pair, mine, theirs in zip(lines, before, now, strict=True):

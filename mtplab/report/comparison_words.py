@@ -22,6 +22,7 @@ from mtplab.report.comparison_tables import (
 from mtplab.report.row_sizes import SIZES
 from mtplab.report.text import in_markdown, one_line
 from mtplab.study.matching import AXES, Difference, Pair
+from mtplab.study.numbers import NATS
 from mtplab.study.soundness import CRITERION, MARK, kl_words
 
 __all__ = ["markdown_of", "sentences", "text_of"]
@@ -174,7 +175,7 @@ def _quality(against: Against) -> str:
         return "KL from the unquantised target is the same in both."
     where = f"{_where(pair)}, where it differs most" if len(lines) > 1 else ""
     before, now = map(kl_words, (pair.base, pair.other))
-    return f"KL from the unquantised target was {before} and is {now} millinats per token{where}."
+    return f"KL from the unquantised target was {before} and is {now} {NATS}{where}."
 
 
 def _bytes(against: Against) -> str:

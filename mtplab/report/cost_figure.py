@@ -17,7 +17,7 @@ from mtplab.report.picture import Picture
 from mtplab.report.rows import Record, as_records, at_temperature, group_series
 from mtplab.report.text import plain, plot_label
 from mtplab.study.fields import fact_of
-from mtplab.study.speed import BATCH, costs, round_seconds
+from mtplab.study.speed import batch_of, by_batch, costs, round_seconds
 from mtplab.study.words import DEPTH
 
 __all__ = ["break_even"]
@@ -25,7 +25,7 @@ __all__ = ["break_even"]
 _TITLE = {"x": 0.01, "ha": "left", "fontsize": 12, "fontweight": "bold", "color": INK}
 
 
-def break_even(rows: Any, temperature: float | None = None, other_batch: Any = ()) -> Picture:
+def break_even(rows: Any, temperature: float | None = None, timed: Any = ()) -> Picture:
     """Acceptance length and the cost of a round by depth, in one chart: where the first lies above, drafting pays.
 
     The acceptance length is that of the first setting; the cost is the median over all settings, timings that break the
@@ -34,20 +34,20 @@ def break_even(rows: Any, temperature: float | None = None, other_batch: Any = (
     Args:
         rows: rows of a sweep, or dicts with the same fields; depth 0 must be among them.
         temperature: which rows to draw; those at the lowest temperature when None.
-        other_batch: rows timed at another batch, for a second chart with the same acceptance length.
+        timed: rows timed by themselves, at one batch or several: a chart for each, with the same acceptance length.
     """
-    studies = [_finished(rows, temperature), _finished(other_batch, temperature)]
+    studies = [_finished(rows, temperature), *by_batch(_finished(timed, temperature))]
     line = next(iter(group_series(studies[0]).values()), [])
-    timed = [(study, costs(study, [record["odd_timing"] for record in study])) for study in studies]
-    timed = [(study, cost) for study, cost in timed if sum(record["depth"] in cost for record in line) >= 2]
+    charts = [(study, costs(study, [record["odd_timing"] for record in study])) for study in studies]
+    charts = [(study, cost) for study, cost in charts if sum(record["depth"] in cost for record in line) >= 2]
     figure = new_figure(4.0)
-    if not timed:
+    if not charts:
         axes = figure.add_subplot()
         style_axes(axes, "What a round gives and what it takes", DEPTH, "")
         why = "Cost of a round: there are no timed rows with and without drafts; sweep with method='run' to have them."
         return Picture(nothing_drawn(figure, axes), why)
     said = []
-    for axes, (study, cost) in zip(figure.subplots(1, len(timed), squeeze=False)[0], timed, strict=True):
+    for axes, (study, cost) in zip(figure.subplots(1, len(charts), squeeze=False)[0], charts, strict=True):
         said.append(_panel(axes, [record for record in line if record["depth"] in cost], study, cost))
     axes.legend(loc="upper left", frameon=False, fontsize=10)
     figure.axes[0].set_ylabel("Tokens, and rounds of plain decoding", fontsize=11, color=INK)
@@ -59,7 +59,7 @@ def break_even(rows: Any, temperature: float | None = None, other_batch: Any = (
 
 def _panel(axes: Axes, line: list[Record], study: list[Record], cost: Any) -> str:
     """One chart; returns what it says."""
-    where = f"batch {min(BATCH, study[0]['n_prompts'])}"
+    where = f"batch {batch_of(study[0])}"
     device = fact_of(study[0], "device")
     where = f"{device}, {where}" if device else where
     style_axes(axes, plot_label(where), DEPTH, "")

@@ -16,7 +16,8 @@ from mtplab.report.palette import BLUE, GREEN, INK, ORANGE, PAPER, PURPLE, VERMI
 from mtplab.report.picture import Picture
 from mtplab.report.table import html_table
 from mtplab.report.text import human_bytes, plain, plot_label
-from mtplab.study.sensitivity import shown
+from mtplab.study.numbers import NATS, rounded
+from mtplab.study.sensitivity import shown_cell
 
 __all__ = ["estimate_check", "estimate_table", "pareto", "sensitivity_bars", "sensitivity_table"]
 
@@ -37,13 +38,13 @@ def sensitivity_bars(found: Any) -> Picture:
         rows = [row for row in rows if row in kept]
     figure = new_figure(1.6 + 0.24 * max(4, len(rows)))
     left, right = figure.subplots(1, 2, sharey=True)
-    style_axes(left, "Alone in FP8: target's KL", "Millinats per token", "")
-    style_axes(right, "Alone in FP8: acceptance", f"Change, tokens per round at depth {found.depth}", "")
+    style_axes(left, "Alone in FP8: target's KL", f"KL from BF16 ({NATS})", "")
+    style_axes(right, "Alone in FP8: acceptance", f"Change at depth {found.depth} (tokens per round)", "")
     if not rows:
         return Picture(nothing_drawn(figure, left, right), "Sensitivity of modules: there are none.")
     for at, row in enumerate(rows):
-        _bar(left, at, row.kl, 1e3, _PARTS[row.group.part])
-        _bar(right, at, row.length, 1, _PARTS[row.group.part])
+        _bar(left, at, row.kl, _PARTS[row.group.part])
+        _bar(right, at, row.length, _PARTS[row.group.part])
     left.set_yticks(range(len(rows)), [plot_label(row.group.name, 52) for row in rows], fontsize=8)
     left.invert_yaxis()
     right.axvline(0, color=INK, linewidth=0.8)
@@ -53,11 +54,11 @@ def sensitivity_bars(found: Any) -> Picture:
     return Picture(figure, _bars_alt(found))
 
 
-def _bar(axes: Axes, at: int, change: Any, scale: float, colour: str) -> None:
+def _bar(axes: Axes, at: int, change: Any, colour: str) -> None:
     fill = PAPER if change.within_chance else colour
-    axes.barh(at, change.value * scale, height=0.7, facecolor=fill, edgecolor=colour, linewidth=1.2)
+    axes.barh(at, change.value, height=0.7, facecolor=fill, edgecolor=colour, linewidth=1.2)
     if change.error:
-        axes.errorbar(change.value * scale, at, xerr=change.error * scale, fmt="none", ecolor=INK, elinewidth=0.9)
+        axes.errorbar(change.value, at, xerr=change.error, fmt="none", ecolor=INK, elinewidth=0.9)
 
 
 def _bars_alt(found: Any) -> str:
@@ -66,7 +67,7 @@ def _bars_alt(found: Any) -> str:
     lengths = ", ".join(f"{plain(row.group.name)} {row.length.value:+.2f}" for row in changed[:4])
     return (
         f"Bar chart of {len(found.rows)} groups of modules, each alone in FP8. Highest KL: {plain(worst.group.name)}, "
-        f"{worst.kl.value * 1e3:.3g} millinats per token. Acceptance length changes beyond chance with "
+        f"{rounded(worst.kl.value)[0]} {NATS}. Acceptance length changes beyond chance with "
         f"{len(changed)} of them{': ' + lengths if changed else ''}."
     )
 
@@ -80,14 +81,14 @@ def sensitivity_table(found: Any) -> str:
             row.group.name,
             row.group.part,
             human_bytes(row.group.nbytes),
-            *(shown(change, 1e3) for change in (row.kl, row.kl_back)),
-            *(shown(change, 1) for change in (row.length, row.length_back)),
-            *(["" if row.estimated is None else shown(row.estimated, 1e3)] if some else ()),
+            *(shown_cell(change) for change in (row.kl, row.kl_back)),
+            *(shown_cell(change) for change in (row.length, row.length_back)),
+            *(["" if row.estimated is None else shown_cell(row.estimated)] if some else ()),
         )
         for row in found.rows
     ]
     head = ("Modules", "Part", "FP8 saves", "KL alone", "KL back", "Length alone", "Length back")
-    caption = "KL in millinats per token, acceptance length in tokens per round; within chance in parentheses"
+    caption = f"KL in {NATS}, acceptance length in tokens per round; within chance in parentheses"
     if some:
         head += ("Estimated",)
         caption += ". Estimated: the target's KL alone; of a draft's modules, the change of its KL from the target"
@@ -104,14 +105,14 @@ def estimate_table(check: Any) -> str:
         (
             row.group.name,
             row.group.part,
-            *(shown(change, 1e3) for change in (row.estimated, row.measured, row.off)),
+            *(shown_cell(change) for change in (row.estimated, row.measured, row.off)),
             "yes" if row.sound else "no",
         )
         for row in check.rows
     ]
     head = ("Modules", "Part", "Estimated", "Measured", "Measured less estimated", "Sound")
     caption = (
-        "Millinats: the target's KL per token; of a draft's modules, the change of the draft's KL from its target per "
+        "Nats: the target's KL per token; of a draft's modules, the change of the draft's KL from its target per "
         "slot. Sound: small enough for an expansion, and off by no more than chance or a third"
     )
     return html_table(head, body, caption, left=2, height="32em")
@@ -125,8 +126,8 @@ def estimate_check(found: Any) -> Picture:
     """
     figure = new_figure(3.8, 5.5)
     axes = figure.add_subplot()
-    style_axes(axes, "Does KL add up?", "Measured KL (millinats per token)", "Sum of single KLs (millinats)")
-    pairs = [(a * 1e3, b * 1e3) for a, b in found.sensitivity.estimates(found.points)]
+    style_axes(axes, "Does KL add up?", f"Measured KL ({NATS})", f"Sum of single KLs ({NATS})")
+    pairs = found.sensitivity.estimates(found.points)
     if not pairs:
         return Picture(nothing_drawn(figure, axes), "KL of sets against sums of single KLs: sums are no estimate here.")
     most = max(max(pair) for pair in pairs)
@@ -149,27 +150,27 @@ def pareto(found: Any) -> Picture:
     """
     figure = new_figure(4.6)
     axes = figure.subplots(1, 2)
-    style_axes(axes[0], "Bytes against the target's KL", "Weights (MB)", "KL from BF16 (millinats per token)")
-    style_axes(axes[1], "Bytes against acceptance", "Weights (MB)", f"Acceptance length at depth {found.depth}")
+    style_axes(axes[0], "Bytes against the target's KL", "Weights (MB)", f"KL from BF16 ({NATS})")
+    style_axes(axes[1], "Bytes against acceptance", "Weights (MB)", f"Tokens per round at depth {found.depth}")
     marked = _marked(found)
-    for panel, axis, scale in ((axes[0], "kl", 1e3), (axes[1], "length", 1.0)):
+    for panel, axis in ((axes[0], "kl"), (axes[1], "length")):
         value = "mean_kl" if axis == "kl" else "length"
-        every = [(point.nbytes / 1e6, getattr(point, value).value * scale) for point in found.points]
+        every = [(point.nbytes / 1e6, getattr(point, value).value) for point in found.points]
         panel.plot(*zip(*every, strict=True), "o", color="#8A939B", markersize=3.5, alpha=0.7)
-        front = [(point.nbytes / 1e6, getattr(point, value).value * scale) for point in found.front(axis)]
+        front = [(point.nbytes / 1e6, getattr(point, value).value) for point in found.front(axis)]
         panel.plot(*zip(*front, strict=True), drawstyle="steps-post", color=INK, linewidth=1.2)
         for _, point, marker, colour in marked:
             change = getattr(point, value)
             panel.errorbar(
                 point.nbytes / 1e6,
-                change.value * scale,
-                (change.error or 0.0) * scale,
+                change.value,
+                change.error or 0.0,
                 fmt=marker,
                 color=colour,
                 markersize=8,
                 elinewidth=1.1,
             )
-    axes[0].axhline(found.kl_budget * 1e3, color=PURPLE, linestyle="--", linewidth=1)
+    axes[0].axhline(found.kl_budget, color=PURPLE, linestyle="--", linewidth=1)
     floor = found.reference.length.value * (1 - found.al_budget)
     axes[1].axhline(floor, color=PURPLE, linestyle="--", linewidth=1)
     handles = [Line2D([], [], marker=m, color=c, linestyle="none", label=name) for name, _, m, c in marked]
@@ -193,7 +194,7 @@ def _marked(found: Any) -> list[tuple[str, Any, str, str]]:
 
 def _pareto_alt(found: Any, marked: list[tuple[str, Any, str, str]]) -> str:
     parts = [
-        f"{name}: {human_bytes(point.nbytes)}, KL {point.mean_kl.value * 1e3:.3g} millinats, acceptance length "
+        f"{name}: {human_bytes(point.nbytes)}, KL {rounded(point.mean_kl.value)[0]} {NATS}, acceptance length "
         f"{point.length.value:.2f}"
         for name, point, _, _ in marked
     ]

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import numpy as np
-from matplotlib.ticker import FuncFormatter, NullLocator, PercentFormatter
+from matplotlib.ticker import FuncFormatter, NullLocator
 
 from mtplab.report.figures import new_figure, style_axes
 from mtplab.report.palette import INK, MARKERS, PAPER, SERIES
@@ -16,10 +16,12 @@ from mtplab.report.picture import Picture
 from mtplab.report.text import plain, plot_label
 from mtplab.study.gpus import GemmShape, Gpu
 from mtplab.study.granularity import DAMAGE, GRANULARITIES, MatrixError
+from mtplab.study.numbers import percent
 from mtplab.study.roofline import roof, turning_point
 
 __all__ = ["granularity_errors", "number_errors", "roofline"]
 
+_PER_CENT = FuncFormatter(lambda value, _: f"{100 * value:.3g} %")
 _ROWS = np.unique(np.geomspace(1, 8192, 60).round().astype(int))
 
 
@@ -47,7 +49,7 @@ def number_errors() -> Picture:
         axes.axvline(at, color=INK, linewidth=0.8, linestyle=(0, (2, 2)))
     axes.set_ylim(0, 1.15)
     axes.set_xlim(0, 20)
-    axes.yaxis.set_major_formatter(PercentFormatter(1.0))
+    axes.yaxis.set_major_formatter(_PER_CENT)
     return Picture(
         figure,
         f"Rounding error of a value in E4M3: at most 5.9 % of it down to {coarse:.1f} octaves below the largest that "
@@ -67,7 +69,7 @@ def granularity_errors(matrices: Mapping[str, Sequence[MatrixError]], measure: s
         "relative": "Error of the matrix, ‖w − ŵ‖ / ‖w‖",
         "worst_row": "Error of its worst row",
         "worst_column": "Error of its worst column",
-        "damaged_columns": f"Columns that lose more than {DAMAGE:.0%}",
+        "damaged_columns": f"Columns that lose more than {percent(DAMAGE)}",
         "flushed": "Share of values that became zero",
         "product": "Error of the product, ‖x(w − ŵ)ᵀ‖ / ‖xwᵀ‖",
     }
@@ -88,9 +90,10 @@ def granularity_errors(matrices: Mapping[str, Sequence[MatrixError]], measure: s
             color=SERIES[index % len(SERIES)],
             markeredgecolor=PAPER,
             clip_on=False,
+            zorder=3,
             label=plot_label(name, 44),
         )
-        said.append(f"{plain(name)}: " + ", ".join(f"{n} {v:.2%}" for n, v in zip(names, values, strict=True)))
+        said.append(f"{plain(name)}: " + ", ".join(f"{n} {percent(v, 2)}" for n, v in zip(names, values, strict=True)))
     axes.set_xticks(range(len(names)), ["whole tensor", "channel (a row)", "128 × 128 block", "1 × 128 group"])
     axes.set_xlim(-0.5, len(names) - 0.5)
     drawn = [getattr(error, measure) or 0.0 for errors in matrices.values() for error in errors]
@@ -99,9 +102,9 @@ def granularity_errors(matrices: Mapping[str, Sequence[MatrixError]], measure: s
         axes.set_yticks([0, 0.01, 0.03, 0.1, 0.3, 1.0])
         axes.set_ylim(0, 1.5)
     else:
-        axes.set_ylim(0, 1.25 * max(drawn, default=0) or 1)
+        axes.set_ylim(0, min(1.25 * max(drawn, default=0), 1.05) or 1)
     axes.yaxis.set_minor_locator(NullLocator())
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{100 * value:.3g} %"))
+    axes.yaxis.set_major_formatter(_PER_CENT)
     figure.legend(loc="outside lower left", frameon=False, fontsize=10, ncols=2)
     return Picture(figure, f"{words[measure]} by values that share a scale. {'; '.join(said)}.")
 

@@ -19,6 +19,7 @@ from mtplab.report.table import html_table
 from mtplab.report.text import plain
 from mtplab.study.gpus import GPUS, SHAPES, gpu
 from mtplab.study.granularity import GRANULARITIES, matrix_errors, with_outliers
+from mtplab.study.numbers import percent
 
 __all__ = ["GemmPanel"]
 
@@ -90,8 +91,8 @@ class GemmPanel(Panel):
         errors, measure = result["errors"], result["matrix"][-1]
         self.show_if_new(self.figure, result["matrix"], lambda: granularity_errors(errors, measure))
         rows = [
-            [label, error.granularity, f"{error.relative:.2%}", f"{error.worst_row:.2%}", f"{error.worst_column:.2%}",
-             f"{error.flushed:.2%}", f"{error.scale_bytes:.3%}"]
+            [label, error.granularity, percent(error.relative, 2), percent(error.worst_row, 2),
+             percent(error.worst_column, 2), percent(error.flushed, 2), percent(error.scale_bytes, 3)]
             for label, found in errors.items()
             for error in found
         ]  # fmt: skip

@@ -10,7 +10,8 @@ from typing import Any
 from mtplab.report.rows import as_records, group_series
 from mtplab.report.table import html_table
 from mtplab.report.text import escape
-from mtplab.study.soundness import COLUMNS, quality_cells, quality_notes
+from mtplab.study.number_table import Cell
+from mtplab.study.soundness import COLUMNS, quality_notes, quality_numbers
 
 __all__ = ["acceptance_table"]
 
@@ -31,7 +32,7 @@ def acceptance_table(rows: Any, caption: str = "Acceptance length (tokens per ro
             lead = [first["weights_label"], first["policy_label"]] + ([f"{temperature:g}"] if several else [])
             first_of.append(first)
             body.append((lead, [_length(mine.get(depth)) for depth in depths]))
-    judged = quality_cells(first_of)
+    judged = quality_numbers(first_of)
     lines = [[*lead, *([] if judged is None else judged[at]), *cells] for at, (lead, cells) in enumerate(body)]
     head = ["Exclusions", "KV cache"] + (["Temperature"] if several else []) + ([] if judged is None else [*COLUMNS])
     head += [f"k = {d}" for d in depths]
@@ -46,8 +47,8 @@ def acceptance_table(rows: Any, caption: str = "Acceptance length (tokens per ro
     return html_table(head, lines, caption, left=2) + told + notes
 
 
-def _length(record: Any) -> str:
+def _length(record: Any) -> Cell:
     if record is None:
         return "–"
-    error = record["length_error"]
-    return f"{record['acceptance_length']:.2f}" + (f" ±{error:.2f}" if error else "")
+    error, length = record["length_error"], f"{record['acceptance_length']:.2f}"
+    return (length, f"±{error:.2f}") if error else length

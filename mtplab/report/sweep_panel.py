@@ -15,7 +15,7 @@ from typing import Any
 
 import ipywidgets as widgets
 
-from mtplab.errors import ConfigError
+from mtplab.errors import CheckpointError, ConfigError
 from mtplab.report.figures import acceptance_by_depth
 from mtplab.report.module_tree import ModuleTree
 from mtplab.report.opened import opened_checkpoint
@@ -26,6 +26,7 @@ from mtplab.report.text import plain
 __all__ = ["SweepPanel"]
 
 PRESETS = ("published", "none", "mtp.*")
+_WORDS = {"mtp.*": "MTP head"}  # which other families name otherwise (`Checkpoint.draft_globs`)
 SAME = "same as target"
 ALL_PROMPTS, OWN_TEXT = "all bundled prompts", "my own text below"
 
@@ -90,7 +91,10 @@ class SweepPanel(Panel):
             ),
             **{
                 f"preset {name}": widgets.Checkbox(
-                    value=name in exclude, description=name, indent=False, layout=widgets.Layout(width="auto")
+                    value=name in exclude,
+                    description=_WORDS.get(name, name),
+                    indent=False,
+                    layout=widgets.Layout(width="auto"),
                 )
                 for name in PRESETS
             },
@@ -173,7 +177,7 @@ class SweepPanel(Panel):
             ConfigError: nothing is chosen where something must be.
         """
         value = {name: widget.value for name, widget in self._widgets.items()}
-        exclude: list[Any] = [_preset(name) for name in PRESETS if value[f"preset {name}"]]
+        exclude: list[Any] = [self._preset(name) for name in PRESETS if value[f"preset {name}"]]
         if value["modules"]:
             exclude.append(list(value["modules"]))
         if not exclude:
@@ -195,6 +199,14 @@ class SweepPanel(Panel):
         if value["draft_policy"] != SAME:
             settings["draft_quant_policy"] = (value["draft_policy"],)
         return MappingProxyType(settings)
+
+    def _preset(self, name: str) -> Any:
+        if name != "mtp.*":
+            return name
+        try:
+            return list(opened_checkpoint(self.checkpoint).draft_globs) or [name]
+        except CheckpointError:
+            return [name]  # what is wrong with the path, the sweep says
 
     def _chosen_prompts(self, choice: str, text: str) -> Any:
         if choice == ALL_PROMPTS:
@@ -235,10 +247,6 @@ class SweepPanel(Panel):
         self.show_picture(acceptance_by_depth(result))
         self.table.value = acceptance_table(result)
         self._last_draw = time.monotonic()
-
-
-def _preset(name: str) -> Any:
-    return name if name in ("published", "none") else [name]
 
 
 def _portable(checkpoint: Any) -> Callable[[], list[str]]:

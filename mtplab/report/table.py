@@ -12,7 +12,7 @@ from typing import Any
 
 from mtplab.checkpoint.text_table import scrolling
 from mtplab.report.text import escape, in_markdown, one_line, plain
-from mtplab.study.number_table import number_lines
+from mtplab.study.number_table import Cell, number_lines, on_one_line
 
 __all__ = ["Table", "html_table"]
 
@@ -23,19 +23,19 @@ class Table:
 
     title: str
     head: Sequence[str]
-    body: Sequence[Sequence[str]]
+    body: Sequence[Sequence[Cell]]
     left: int = 1
     note: str = ""
 
     def to_text(self) -> str:
         """Aligned columns below the title."""
-        head, *body = [[one_line(cell) for cell in line] for line in (self.head, *self.body)]
+        head, *body = [[one_line(on_one_line(cell)) for cell in line] for line in (self.head, *self.body)]
         lines = number_lines(head, body, self.left, rule=True)
         return "\n".join([self.title, "", *lines, *([f"  {self.note}"] if self.note else [])])
 
     def to_markdown(self) -> str:
         """A table of GitHub's Markdown below its title in bold."""
-        lines = [[in_markdown(cell) for cell in line] for line in (self.head, *self.body)]
+        lines = [[in_markdown(on_one_line(cell)) for cell in line] for line in (self.head, *self.body)]
         sides = [":--" if at < self.left else "--:" for at in range(len(self.head))]
         lines.insert(1, sides)
         text = [f"**{in_markdown(self.title)}**", "", *(f"| {' | '.join(line)} |" for line in lines)]
@@ -50,7 +50,8 @@ class Table:
 def html_table(
     head: Sequence[Any], body: Iterable[Sequence[Any]], caption: str = "", left: int = 1, height: str = "none"
 ) -> str:
-    """A table in a box that scrolls sideways on a narrow page; the first `left` columns are text.
+    """A table in a box that scrolls sideways on a narrow page; the first `left` columns are text, and of a pair of
+    texts the second stands below the first.
 
     Args:
         head: column titles.
@@ -63,8 +64,9 @@ def html_table(
         # styles stand in the cell, since a widget and an exported page bring different sheets
         sides = ["text-align:left" if at < left else "text-align:right;white-space:nowrap" for at in range(len(cells))]
         styles = [f"{side};padding:3px 14px 3px 4px;line-height:1.4" for side in sides]
+        texts = ["<br>".join(map(escape, cell)) if isinstance(cell, tuple) else escape(cell) for cell in cells]
         return "".join(
-            f'<{tag}{scope} style="{style}">{escape(cell)}</{tag}>' for cell, style in zip(cells, styles, strict=True)
+            f'<{tag}{scope} style="{style}">{text}</{tag}>' for text, style in zip(texts, styles, strict=True)
         )
 
     lines = "".join(f"<tr>{line(row, 'td')}</tr>" for row in body)

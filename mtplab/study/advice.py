@@ -13,6 +13,7 @@ from typing import Any
 from mtplab.errors import ConfigError
 from mtplab.study.cost import BINDS, RoundCost, Setting, round_cost
 from mtplab.study.curve import Curve
+from mtplab.study.numbers import percent
 from mtplab.study.words import cache_words
 
 __all__ = ["MARGIN", "Advice", "Cell", "DepthLine", "advise", "best_map"]
@@ -72,7 +73,7 @@ class Advice:
             f"{s.sizes.name} with {s.weights.name} weights on {where}, KV cache {cache_words(s.cache)}, batch "
             f"{self.batch}, context {self.context}: plain "
             f"decoding takes {plain.cost.seconds * 1e3:.2f} ms a round, {plain.tokens_per_second:.0f} tokens/s; "
-            f"{plain.cost.parts[plain.cost.binds] / plain.cost.seconds:.0%} of it is "
+            f"{percent(plain.cost.parts[plain.cost.binds] / plain.cost.seconds)} of it is "
             f"{plain.cost.words(plain.cost.binds)}."
         )
         if not plain.fits:
@@ -103,7 +104,7 @@ class Advice:
         if 0 in others:
             said += " That is within what the model can tell from no gain."
         elif others:
-            said += f" Depth {_listed(others)} lies within {MARGIN - 1:.0%} of it, closer than the model can tell."
+            said += f" Depth {_listed(others)} lies within {percent(MARGIN - 1)} of it, closer than the model can tell."
         if best.depth == drafted[-1].depth:
             said += " Acceptance is known no deeper: more may pay better."
         return said

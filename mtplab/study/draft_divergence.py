@@ -50,7 +50,7 @@ def draft_divergence(model: Model, texts: Sequence[Sequence[int]], skips: Sequen
         for batch in text_batches(model, texts, skips, row_bytes):
             hidden = batch.target(model.target)
             log_p = _log_softmax(model.target.logits(model.target.normed(hidden[batch.judged]))[batch.before])
-            log_q = _log_softmax(model.draft.logits(batch.draft(model.draft, model.target.normed(hidden))))
+            log_q = _log_softmax(model.draft.logits(batch.draft(model.draft, model.given(hidden))))
             kl = (log_p.exp() * (log_p - log_q)).sum(-1)
             rows = torch.stack([kl, torch.minimum(log_p, log_q).exp().sum(-1)])
             sums = rows.new_zeros(2, batch.run.batch).index_add_(1, batch.owner[batch.slots], rows)

@@ -209,7 +209,7 @@ class _Passes:
         del logits
         if self.draft is None:
             return [target, {}, {}]
-        given, p = self.target.normed(hidden.detach()), p[batch.before]
+        given, p = self.model.given(hidden.detach(), self.target), p[batch.before]
         self.recorder.owner = batch.owner
         with torch.no_grad():  # every e as it is in BF16
             batch.draft(self.draft, given)

@@ -12,6 +12,7 @@ import numpy as np
 from mtplab.study.estimate import LOCAL, Estimate
 from mtplab.study.exclusion_meter import Change, ExclusionMeter
 from mtplab.study.interval import jackknife, without_one
+from mtplab.study.numbers import NATS, rounded
 from mtplab.study.sensitivity import shown
 
 __all__ = ["check_together", "ranking", "ranking_dict", "together_sentence"]
@@ -32,15 +33,15 @@ def ranking(meter: ExclusionMeter, estimate: Estimate) -> str:
     """Every group's estimate and bytes, in columns: the target's dearest by byte first, then the draft's."""
     groups = sorted(meter.groups, key=lambda g: (g.part == "draft", -estimate.of(g).value / max(1, g.nbytes)))
     width = max(len(group.name) for group in groups)
-    lines = [f"{'':{width}}  {'bytes saved':>11}  {'KL estimated':>20}  {'per MB':>9}"]
+    lines = [f"{'':{width}}  {'bytes saved':>11}  {'KL estimated':>24}  {'per GB':>9}"]
     for group in groups:
         change = estimate.of(group)
-        words = f"{shown(change, 1e3):>20}  {change.value * 1e9 / group.nbytes:9.2f}"
+        words = f"{shown(change):>24}  {change.value * 1e9 / group.nbytes:9.2f}"
         far = "" if estimate.local(group) else f"  beyond {LOCAL:g} nats: too large for an estimate"
         lines.append(f"{group.name:{width}}  {group.nbytes:11,}  {words}{far}")
     lines.append(
-        "Estimated, each alone in FP8, none of them run: the target's KL from BF16 in millinats per token; of modules "
-        "of the draft, the change of KL(target ‖ first draft) in millinats per slot. ± half a 95 % interval over "
+        f"Estimated, each alone in FP8, none of them run: the target's KL from BF16 in {NATS}; of modules "
+        "of the draft, the change of KL(target ‖ first draft) in nats per slot. ± half a 95 % interval over "
         f"{len(estimate.judged)} texts and {estimate.draws} random vectors; in parentheses where 0 lies within it. "
         "Acceptance length is not estimated: it counts whole tokens."
     )
@@ -81,6 +82,6 @@ def together_sentence(meter: ExclusionMeter, estimate: Estimate) -> str:
         return "FP8 costs the target nothing."
     error = "" if ratio.error is None else f" ± {ratio.error:.2f}"
     return (
-        f"All of it in FP8: KL estimated {guess.value:.3g}, measured {measured.value:.3g}, {ratio.value:.2f}{error} "
-        f"times. The estimates took {estimate.seconds:.1f} s."
+        f"All of it in FP8: KL estimated {rounded(guess.value)[0]}, measured {rounded(measured.value)[0]} {NATS}, "
+        f"{ratio.value:.2f}{error} times. The estimates took {estimate.seconds:.1f} s."
     )

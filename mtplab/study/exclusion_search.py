@@ -16,6 +16,7 @@ from typing import Any
 
 from mtplab.errors import ConfigError
 from mtplab.study.exclusion_meter import Change, ExclusionMeter, Measured, kl_change, length_change, relative_loss
+from mtplab.study.exclusion_words import sentences
 from mtplab.study.module_groups import ModuleGroup
 from mtplab.study.sensitivity import Sensitivity, sensitivity
 
@@ -163,66 +164,13 @@ class ExclusionSearch:
             "dominates_published_on_other_prompts": None if again is None else again.dominates,
         }
 
+    def sentences(self) -> list[str]:
+        """What was found, what chance leaves open and what would settle it."""
+        return sentences(self)
+
     def sentence(self) -> str:
-        """What was found, in a few sentences."""
-        words = [f"{len(self.points)} sets measured."]
-        if self.recommended is None or self.loss is None:
-            words.append(
-                f"None keeps KL at {self.kl_budget:g} and the loss of acceptance at {100 * self.al_budget:g} %."
-            )
-        else:
-            kl = self.recommended.mean_kl
-            first = "Smallest that keeps the budgets" if self.sure else "Smallest that is not shown to break a budget"
-            words.append(
-                f"{first}: {', '.join(g.name for g in self.groups) or 'nothing'} in BF16, "
-                f"{self.recommended.nbytes:,} bytes, KL {_plus_minus(kl, 1, '.2g')} nats per token "
-                f"(budget {self.kl_budget:g}), loss of acceptance "
-                f"{_plus_minus(self.loss, 100, '.1f')} % (budget {100 * self.al_budget:g} %)."
-            )
-            if not self.sure:
-                words.append(f"Whether {self._open()} the budget is within chance: more prompts or tokens would tell.")
-            if self.confirmed is not None and self.confirmed.loss is not None and self.confirmed.kl is not None:
-                words.append(
-                    f"On {self.confirmed.prompts} other prompts: KL {_plus_minus(self.confirmed.kl, 1, '.2g')}, loss "
-                    f"{_plus_minus(self.confirmed.loss, 100, '.1f')} %."
-                )
-        words.append(self._about_published())
-        return " ".join(words)
-
-    def _open(self) -> str:
-        """What of a recommended set may be above its budget, with its verb."""
-        assert self.loss is not None and self.recommended is not None
-        kl, loss = self.recommended.mean_kl, self.loss
-        parts = (("KL", kl, self.kl_budget), ("the loss of acceptance", loss, self.al_budget))
-        found = [name for name, value, budget in parts if _upper(value) > budget]
-        return f"{found[0]} keeps" if len(found) == 1 else f"{' and '.join(found)} keep"
-
-    def _names(self, point: Measured) -> str:
-        """What a set keeps, group by group where it keeps whole ones."""
-        left = set(point.excluded)
-        words = []
-        for row in self.sensitivity.rows:
-            if left >= set(row.group.modules):
-                words.append(row.group.name)
-                left -= set(row.group.modules)
-        return ", ".join([*words, *sorted(left)]) or "nothing"
-
-    def _about_published(self) -> str:
-        name = (
-            f"the published list ({self.published.nbytes:,} bytes, KL {_plus_minus(self.published.mean_kl, 1, '.2g')})"
-        )
-        best = self.better_than_published
-        if best is None:
-            return f"None of them dominates {name} in bytes, KL and acceptance."
-        shown = not (best.kl.within_chance and best.length.within_chance)
-        verb = "dominates" if shown else "is smaller, with no loss shown, than"
-        words = [f"One set {verb} {name}: {_against(best)}, with {self._names(best.measured)} in BF16."]
-        if self.confirmed is not None and self.confirmed.better is not None:
-            verdict = "this holds too" if self.confirmed.better.dominates else "this does not hold"
-            words.append(f"On {self.confirmed.prompts} other prompts {verdict}: {_against(self.confirmed.better)}.")
-        else:
-            words.append("It was chosen on these prompts among many sets; others would tell whether it is one.")
-        return " ".join(words)
+        """All of them, one after the other."""
+        return " ".join(self.sentences())
 
 
 def search_exclusions(
@@ -397,14 +345,6 @@ def _size(groups: _Groups) -> tuple[int, list[str]]:
     return sum(group.nbytes for group in groups), sorted(group.name for group in groups)
 
 
-def _against(better: Better) -> str:
-    chance = {True: "within chance", False: "beyond chance"}
-    return (
-        f"{better.nbytes:+,} bytes, KL {_plus_minus(better.kl, 1, '+.2g')} ({chance[better.kl.within_chance]}), "
-        f"acceptance length {_plus_minus(better.length, 1, '+.2f')} ({chance[better.length.within_chance]})"
-    )
-
-
 def _beyond(change: Change) -> float:
     """The change where it lies outside chance, else 0."""
     return 0.0 if change.within_chance else change.value
@@ -412,8 +352,3 @@ def _beyond(change: Change) -> float:
 
 def _upper(change: Change) -> float:
     return change.value + (change.error or 0.0)
-
-
-def _plus_minus(change: Change, scale: float, form: str) -> str:
-    error = "" if not change.error else f" ± {change.error * scale:{form.lstrip('+')}}"
-    return f"{change.value * scale:{form}}{error}"

@@ -15,6 +15,7 @@ from mtplab.study.curve import Curve
 from mtplab.study.gpus import gpu
 from mtplab.study.model_sizes import weights
 from mtplab.study.models_catalogue import model
+from mtplab.study.numbers import percent
 
 __all__ = ["ACCEPTANCE", "POINTS", "TOLERANCE", "Compared", "Point", "compare", "markdown"]
 
@@ -59,7 +60,7 @@ class Compared:
         """Published, modelled, and by how much the model is off, with their units."""
         unit, digits = ("×", 2) if self.point.depth else (" tokens/s", 0)
         both = (f"{number:.{digits}f}{unit}" for number in (self.point.value, self.modelled))
-        return *both, f"{self.deviation:+.0%}"
+        return *both, percent(self.deviation, sign=True)
 
 
 def compare(points: Sequence[Point] | None = None) -> list[Compared]:

@@ -53,14 +53,15 @@ class _Table(NamedTuple):
 class SweepResult:
     """Rows in the order of the grid, depths ascending within a point.
 
-    `computed` and `reused` count rows; `notes` are findings about the results themselves, and faults where arithmetic
-    was `exact`; `cancelled` says that rows are missing because the sweep was stopped. `folder` holds the point
-    files and rows.jsonl.
+    `computed` and `reused` count rows, `judged` those of the reused whose target's quality was measured now; `notes`
+    are findings about the results themselves, and faults where arithmetic was `exact`; `cancelled` says that rows are
+    missing because the sweep was stopped. `folder` holds the point files and rows.jsonl.
     """
 
     rows: list[ResultRow]
     computed: int = 0
     reused: int = 0
+    judged: int = 0
     seconds: float = 0.0
     cancelled: bool = False
     folder: Path | None = None
@@ -81,6 +82,7 @@ class SweepResult:
             rows=[*self.rows, *other.rows],
             computed=self.computed + other.computed,
             reused=self.reused + other.reused,
+            judged=self.judged + other.judged,
             seconds=self.seconds + other.seconds,
             cancelled=self.cancelled or other.cancelled,
             folder=self.folder if self.folder == other.folder else None,
@@ -100,8 +102,10 @@ class SweepResult:
         return [row for row in self.rows if row.error is not None]
 
     def summary(self) -> str:
-        """One line: rows computed, read back, failed, missing."""
+        """One line: rows computed, read back, judged, failed, missing."""
         text = f"computed {self.computed}, read back {self.reused}"
+        if self.judged:
+            text += f" (of {self.judged} of them the target's quality was not there, and was measured)"
         if self.failed:
             text += f", failed {len(self.failed)}"
         if self.cancelled:

@@ -20,11 +20,13 @@ import numpy as np
 from mtplab.study.exclusion_meter import Change, ExclusionMeter, Measured, kl_change, length_change
 from mtplab.study.interval import jackknife, without_one
 from mtplab.study.module_groups import ModuleGroup
+from mtplab.study.number_table import Cell
+from mtplab.study.numbers import NATS, rounded
 
 if TYPE_CHECKING:
     from mtplab.study.estimate import Estimate
 
-__all__ = ["Additivity", "Sensitivity", "SensitivityRow", "sensitivity", "shown"]
+__all__ = ["Additivity", "Sensitivity", "SensitivityRow", "sensitivity", "shown", "shown_cell"]
 
 # a sum farther off than this from what was measured is no estimate of it
 _FACTOR = 1.5
@@ -84,7 +86,7 @@ class Additivity:
         verdict = "so" if self.holds else "too far from 1:"
         verdict += f" a set's KL is {'' if self.holds else 'not '}estimated by its sum"
         return (
-            f"KL of all groups in FP8 {self.measured:.3g} nats per token, sum of each alone {self.summed:.3g}: "
+            f"KL of all groups in FP8 {rounded(self.measured)[0]} {NATS}, sum of each alone {rounded(self.summed)[0]}: "
             f"{self.ratio:.2f}{error} times it, {verdict}"
         )
 
@@ -129,14 +131,14 @@ class Sensitivity:
 
     def __str__(self) -> str:
         width = max(len(row.group.name) for row in self.rows)
-        titles = (f"{'KL alone':>20}", f"{'KL back':>20}", f"{'AL alone':>16}", f"{'AL back':>16}")
+        titles = (f"{'KL alone':>22}", f"{'KL back':>22}", f"{'AL alone':>17}", f"{'AL back':>17}")
         lines = [f"{'':{width}}  {'bytes saved':>11}  {'  '.join(titles)}"]
         for row in self.rows:
-            kl = (f"{shown(change, 1e3):>20}" for change in (row.kl, row.kl_back))
-            length = (f"{shown(change, 1):>16}" for change in (row.length, row.length_back))
+            kl = (f"{shown(change):>22}" for change in (row.kl, row.kl_back))
+            length = (f"{shown(change):>17}" for change in (row.length, row.length_back))
             lines.append(f"{row.group.name:{width}}  {row.group.nbytes:11,}  {'  '.join((*kl, *length))}")
         lines.append(
-            "KL in millinats per token; AL in tokens per round at depth "
+            f"KL in {NATS}; AL in tokens per round at depth "
             f"{self.depth}. Alone: in FP8, all else BF16, against BF16. Back: kept in BF16, all else FP8, against all "
             "FP8. ± half a 95 % interval, prompt by prompt; what lies within it of 0 is in parentheses."
         )
@@ -186,11 +188,16 @@ def _additivity(meter: ExclusionMeter, alone: list[Measured], together: Measured
     return Additivity(summed, together.mean_kl.value, summed / together.mean_kl.value, jackknife(ratios))
 
 
-def shown(change: Change, scale: float) -> str:
-    """A change times `scale`, to three digits after the point, ± its error; in parentheses where it lies within
-    chance."""
+def shown(change: Change) -> str:
+    """A change ± its error; in parentheses where it lies within chance."""
+    cell = shown_cell(change)
+    return cell if isinstance(cell, str) else " ± ".join(part.lstrip("±") for part in cell)
+
+
+def shown_cell(change: Change) -> Cell:
+    """The same for a table with errors below their numbers."""
     if change.value == 0 and not change.error:
         return "0"
-    error = "" if change.error is None else f" ± {change.error * scale:.3f}"
-    text = f"{change.value * scale:+.3f}{error}"
-    return f"({text})" if change.within_chance else text
+    number, error = rounded(change.value, change.error, sign=True)
+    opening, closing = ("(", ")") if change.within_chance else ("", "")
+    return f"{opening}{number}{closing}" if error is None else (f"{opening}{number}", f"±{error}{closing}")

@@ -17,6 +17,7 @@ from typing import Any
 
 from mtplab.study.fields import field_of
 from mtplab.study.number_table import Cell, on_one_line
+from mtplab.study.numbers import NATS, plus_minus, rounded
 from mtplab.study.words import cache_words, weights_words
 
 __all__ = [
@@ -32,14 +33,14 @@ __all__ = [
     "sentences",
 ]
 
-COLUMNS = ("KL, mnat", "top-1", "perplexity")
+COLUMNS = ("KL, nats", "top-1", "perplexity")
 #: what a row says of a target whose probabilities are no numbers
 NOT_FINITE = "the target's probabilities on this text are not finite numbers"
 BROKEN = 1.5  # times the perplexity of the unquantised target
 MARK = "⚠"
 CRITERION = (
     f"{MARK} a broken target: its perplexity on the same text is {BROKEN:g} times the unquantised target's or more (KL "
-    f"of ln {BROKEN:g} = {math.log(BROKEN):.3f} nats per token)"
+    f"of ln {BROKEN:g} = {math.log(BROKEN):.3f} {NATS})"
 )
 
 
@@ -60,7 +61,7 @@ def _fault(row: Any, best: float | None) -> str | None:
     if kl is not None:
         if kl < math.log(BROKEN):
             return None
-        said = f"KL of {1e3 * kl:.0f} millinats from the unquantised target, top-1 agreement {top1_words(row)}"
+        said = f"KL of {rounded(kl)[0]} {NATS} from the unquantised target, top-1 agreement {top1_words(row)}"
         reference = field_of(row, "reference_perplexity")
         return said + (f", perplexity {perplexity / reference:.2g} times as high" if perplexity and reference else "")
     if perplexity is not None:
@@ -120,7 +121,7 @@ def quality_notes(rows: Iterable[Any], columns: bool = True) -> list[str]:
         several = "; lines over different texts do not compare" if len(texts) > 1 else ""
         over = f"{' or '.join(words)}{several}"
         told.append(
-            "KL (from the unquantised target, millinats per token), top-1 and perplexity (× the unquantised target's) "
+            f"KL (from the unquantised target, {NATS}), top-1 and perplexity (× the unquantised target's) "
             f"are over {over}"
         )
     return told
@@ -139,22 +140,17 @@ def quality_numbers(rows: Iterable[Any]) -> list[tuple[Cell, Cell, Cell]] | None
         return None
     cells = []
     for row, fault in zip(found, faults(found), strict=True):
-        kl, error = _millinats(row)
-        kl = kl if fault is None else f"{MARK} {kl}"
-        cells.append(((kl, f"±{error}") if error else kl, top1_words(row), _perplexity_cell(row)))
+        kl = field_of(row, "kl")
+        number, error = ("–", None) if kl is None else rounded(kl, field_of(row, "kl_error"))
+        number = number if fault is None else f"{MARK} {number}"
+        cells.append(((number, f"±{error}") if error else number, top1_words(row), _perplexity_cell(row)))
     return cells
 
 
 def kl_words(row: Any) -> str:
-    """Millinats per token, with its ±: `4.67 ± 0.22`."""
-    kl, error = _millinats(row)
-    return f"{kl} ± {error}" if error else kl
-
-
-def _millinats(row: Any) -> tuple[str, str]:
-    """KL, and half its interval where there is one."""
-    kl, error = field_of(row, "kl"), field_of(row, "kl_error")
-    return ("–", "") if kl is None else (_short(1e3 * kl, 3), _short(1e3 * error, 2) if error else "")
+    """Nats per token, with its ±: `0.00467 ± 0.00022`."""
+    kl = field_of(row, "kl")
+    return "–" if kl is None else plus_minus(kl, field_of(row, "kl_error"))
 
 
 def top1_words(row: Any) -> str:
@@ -168,11 +164,7 @@ def _perplexity_cell(row: Any) -> Cell:
     mine, theirs = field_of(row, "perplexity"), field_of(row, "reference_perplexity")
     if mine is None:
         return "–"
-    return (_short(mine, 3), f"×{mine / theirs:.4g}") if theirs else _short(mine, 3)
-
-
-def _short(value: float, digits: int) -> str:
-    return f"{value:.0f}" if value >= 10**digits else f"{value:.{digits}g}"
+    return (rounded(mine)[0], f"×{mine / theirs:.3f}") if theirs else rounded(mine)[0]
 
 
 def _named(row: Any, several: bool) -> str:

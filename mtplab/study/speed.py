@@ -22,7 +22,7 @@ import numpy as np
 
 from mtplab.study.fields import fact_of, field_of
 
-__all__ = ["BATCH", "ODD", "Cost", "costs", "odd_timings", "round_seconds"]
+__all__ = ["BATCH", "ODD", "Cost", "batch_of", "by_batch", "costs", "odd_timings", "round_seconds"]
 
 ODD = 3.0  # times slower or faster than the trend: no cache or exclusion set does that
 BATCH = 64  # prompts that `generate` decodes at once, which a sweep leaves as it is
@@ -35,6 +35,20 @@ class Cost:
     depth: int
     ratio: float
     settings: int
+
+
+def batch_of(row: Any) -> int:
+    """Prompts of a row that were decoded at once."""
+    return min(BATCH, field_of(row, "n_prompts") or 0)
+
+
+def by_batch(rows: Iterable[Any]) -> list[list[Any]]:
+    """Rows with the same number of prompts at once together, in the order in which they come: what a round costs hangs
+    on that."""
+    found: dict[int, list[Any]] = {}
+    for row in rows:
+        found.setdefault(batch_of(row), []).append(row)
+    return list(found.values())
 
 
 def round_seconds(row: Any) -> float | None:

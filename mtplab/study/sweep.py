@@ -189,6 +189,7 @@ def sweep(
         rows=rows,
         computed=job.computed,
         reused=len(rows) - job.computed,
+        judged=job.judged,
         seconds=time.monotonic() - started,
         cancelled=job.stopped,
         folder=store.folder,
@@ -226,6 +227,7 @@ class _Job:
         self.found: dict[str, dict[int, ResultRow]] = {point: {} for point in self.units}
         self.computed = 0
         self.reused = 0
+        self.judged = 0
         self.failed = 0
         self.stopped = False
         self.estimate = Estimator()
@@ -327,6 +329,7 @@ class _Job:
         self.open[unit.point].discard(row.depth)
         if reused:
             self.reused += 1
+            self.judged += row.depth in outcome.judged
         else:
             self.computed += 1
             self.failed += row.error is not None

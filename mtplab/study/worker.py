@@ -120,10 +120,12 @@ class ModelSlot:
 
 @dataclass
 class Outcome:
-    """What became of a unit. `busy`: another process holds the point; nothing was done."""
+    """What became of a unit. `judged`: depths that were read back and got their target's quality now. `busy`: another
+    process holds the point; nothing was done."""
 
     rows: dict[int, ResultRow] = field(default_factory=dict)
     computed: set[int] = field(default_factory=set)
+    judged: set[int] = field(default_factory=set)
     seconds: dict[int, float] = field(default_factory=dict)
     load_seconds: float = 0.0
     busy: bool = False
@@ -213,6 +215,7 @@ def work(
             if found.key and bare:  # a failure must not take the place of what was measured against another reference
                 rows |= judged
                 store.write(unit.config, rows.values())
+                outcome.judged |= set(bare)
             for depth in bare:
                 take(judged[depth], True)
         made = maker.traced if unit.config.method == "trace" else maker.run

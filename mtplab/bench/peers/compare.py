@@ -132,12 +132,13 @@ def compare(
     float32: bool,
     carries: bool,
     leads: list[list[float]] | None = None,
+    stages: tuple[str | None, str | None] = (None, None),
 ) -> Compared:
     """`found`: depth → texts [p][n] of an engine and tokens emitted by each of its rounds [p][r]; no rounds at depth 0.
 
     `float32`: what the engine computes in, else BF16. `carries`: its head's cache begins with a slot left by the
     prompt before (`force`). `leads` [p][n]: by how much the engine has its tokens of depth 0 lead; margins up to the
-    farthest of these from ours are then its near-ties.
+    farthest of these from ours are then its near-ties. `stages`: which hidden states its head reads (`force`).
     """
     out, deepest = Compared(tie=FLOAT32_TIE if float32 else None), ours.max_depth
     mine, our_hits = ours.outputs, np.split(np.asarray(ours.hits), len(prompts))
@@ -147,7 +148,7 @@ def compare(
     for depth, (texts, emitted) in sorted(found.items()):
         key = tuple(map(tuple, texts))
         if key not in looked:
-            looked[key] = _Look(model, in_bf16, prompts, texts, deepest, carries)
+            looked[key] = _Look(model, in_bf16, prompts, texts, deepest, carries, stages)
         look = looked[key]
         if leads is not None and not depth:
             out.tie = float(np.abs(np.asarray(leads) - look.plain.target.lead).max())
@@ -206,11 +207,12 @@ class _Look:
         texts: list[list[int]],
         depth: int,
         carries: bool,
+        stages: tuple[str | None, str | None],
     ) -> None:
         self.texts = texts
-        self.plain: Forced = force(model, prompts, texts, depth)
-        self.bf16: Forced = force(in_bf16, prompts, texts, depth)
-        self.closest = force(model, prompts, texts, depth, carried=True) if carries else self.plain
+        self.plain: Forced = force(model, prompts, texts, depth, stages=stages)
+        self.bf16: Forced = force(in_bf16, prompts, texts, depth, stages=stages)
+        self.closest = force(model, prompts, texts, depth, True, stages) if carries else self.plain
 
     def token(self, p: int, at: int, tie: float | None) -> Token:
         lead, size = float(self.plain.target.lead[p, at]), float(self.plain.target.size[p, at])

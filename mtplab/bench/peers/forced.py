@@ -46,17 +46,23 @@ class Forced:
 
 
 def force(
-    model: Model, prompts: list[list[int]], texts: list[list[int]], depth: int, carried: bool = False
+    model: Model,
+    prompts: list[list[int]],
+    texts: list[list[int]],
+    depth: int,
+    carried: bool = False,
+    stages: tuple[str | None, str | None] = (None, None),
 ) -> Forced:
-    """Read texts of equal length n > 1 after prompts, exactly, in the model's dtype.
+    """Read texts of equal length n > 1 after prompts, exactly, in the model's dtype. `stages`: target_hidden and
+    draft_hidden of the engine, as `generate` has them; None: the family's.
 
     `carried`: the head's cache begins with one more slot, as llama.cpp's does: the prompt's first token, with the
     hidden state that the prompt before it ended in (zeros for the first).
     """
     tokens = len(texts[0])
     assert all(len(text) == tokens for text in texts), "texts of equal length are forced together"
-    assert not model.draft.per_depth, "one module drafts every step"
-    asked = _settings(model, prompts, depth, tokens)
+    assert depth == 1 or not model.draft.per_depth, "one module drafts every step"
+    asked = _settings(model, prompts, depth, tokens, stages)
     with torch.inference_mode():
         run = _ForcedRun(model, asked, texts)
         run.go(None, None)
@@ -64,7 +70,7 @@ def force(
         if carried:
             hidden = _with_carried(list(hidden.split([len(ids) + tokens - 1 for ids in prompts])))
             prompts = [[0, *ids] for ids in prompts]
-            asked = _settings(model, prompts, depth, tokens)
+            asked = _settings(model, prompts, depth, tokens, stages)
         table = SlotTable.empty(len(texts) * (tokens - 1), depth)
         chains = _Measured(_Batch(model, asked, prompts, texts, hidden), table, asked, None)
         chains.run()
@@ -74,10 +80,12 @@ def force(
     return Forced(Leads(lead, size), rivals, table.hits.reshape(shape), draft)
 
 
-def _settings(model: Model, prompts: list[list[int]], depth: int, tokens: int) -> RunSettings:
+def _settings(
+    model: Model, prompts: list[list[int]], depth: int, tokens: int, stages: tuple[str | None, str | None]
+) -> RunSettings:
     plain = {"temperature": 0.0, "seed": 0, "max_new_tokens": tokens, "top_k": 0, "top_p": 1.0, "quant_policy": "none"}
-    rest = {"draft_quant_policy": None, "draft_sampling": "greedy"}
-    last = {"exact": True, "compile": False, "ignore_eos": True, "threads": None}
+    rest = {"draft_quant_policy": None, "draft_sampling": "greedy", "target_hidden": stages[0]}
+    last = {"draft_hidden": stages[1], "exact": True, "compile": False, "ignore_eos": True, "threads": None}
     return resolve_run(
         model, prompts, depth, **plain, **rest, **last, max_batch=len(prompts), on_round=None, cancel=None
     )
@@ -101,9 +109,7 @@ class _ForcedRun(GivenRun):
 
     def __init__(self, model: Model, asked: RunSettings, texts: list[list[int]]) -> None:
         plain = asked.spec.model_copy(update={"depth": 0})
-        super().__init__(
-            texts, model, asked.ids, plain, asked.sampling, asked.policy, asked.draft_policy, asked.exact
-        )
+        super().__init__(texts, model, asked.ids, plain, asked.sampling, asked.policy, asked.draft_policy, asked.exact)
         self.seen: list[tuple[Tensor, Tensor, Tensor]] = []
 
     def _choose(self, logits: Tensor, positions: np.ndarray) -> Tensor:

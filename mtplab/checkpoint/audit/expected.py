@@ -46,16 +46,19 @@ class _Sizes:
             raise _Unsaid(name)
         return value
 
-    def or_none(self, name: str) -> int:
-        """A size that a config may leave out, or give as null or 0: then 0."""
-        return getattr(self, name) if self._text.get(name) else 0
-
     def kinds(self, count: int) -> list[str]:
-        """`layer_types`, one a layer."""
+        """`layer_types`, one a layer; Qwen3-Next says at which interval attention stands instead."""
         given = self._text.get("layer_types")
+        if given is None and "full_attention_interval" in self._text:
+            every = self.full_attention_interval
+            return ["linear_attention" if (i + 1) % every else "full_attention" for i in range(count)]
         if not isinstance(given, list) or len(given) != count:
             raise _Unsaid("layer_types")
         return [str(kind) for kind in given]
+
+    def count(self, name: str) -> int:
+        """A size that may be 0."""
+        return 0 if self._text.get(name) in (0, None) else getattr(self, name)
 
     def flag(self, name: str) -> bool:
         return self._text.get(name) is True
@@ -102,22 +105,53 @@ def _llama(c: _Sizes, heads: int) -> Named:
         yield from _mlp(f"{at}.mlp", c.hidden_size, c.intermediate_size)
 
 
+def _mimo(c: _Sizes, heads: int) -> Named:
+    yield from _llama(c, heads)
+    for i in range(heads):
+        at = f"model.mtp_layers.{i}"
+        yield from _norms(c, at)
+        yield from _attention(c, f"{at}.self_attn")
+        yield from _mlp(f"{at}.mlp", c.hidden_size, c.intermediate_size)
+        yield f"{at}.input_proj", (c.hidden_size, 2 * c.hidden_size)
+        for name in ("token_layernorm", "hidden_layernorm", "final_layernorm"):
+            yield f"{at}.{name}", (c.hidden_size,)
+
+
 def _qwen3_5(c: _Sizes, heads: int) -> Named:
     gated = c.flag("attn_output_gate") or "attn_output_gate" not in c._text
 
-    def feed(at: str) -> Named:
+    def feed(at: str, number: int) -> Named:
         return _mixture(c, at) if "num_experts" in c._text else _mlp(at, c.hidden_size, c.intermediate_size)
 
+    yield from _hybrid(c, heads, gated, feed, ("qkv", "z", "b", "a"))
+
+
+def _qwen3_next(c: _Sizes, heads: int) -> Named:
+    without = c._text.get("mlp_only_layers") or []
+    every = c.count("decoder_sparse_step") or 1
+
+    def feed(at: str, number: int) -> Named:
+        if number in without or (number + 1) % every:
+            return _mlp(at, c.hidden_size, c.intermediate_size)
+        return _mixture(c, at)
+
+    yield from _hybrid(c, heads, True, feed, ("qkvz", "ba"))
+
+
+def _hybrid(
+    c: _Sizes, heads: int, gated: bool, feed: Callable[[str, int], Named], projections: tuple[str, ...]
+) -> Named:
+    """Layers of the gated delta rule and of attention, each with `feed(prefix, number)`, and a head of the latter."""
     yield "model.norm", (c.hidden_size,)
     for i, kind in enumerate(c.kinds(c.num_hidden_layers)):
         at = f"model.layers.{i}"
         yield from _norms(c, at)
-        yield from feed(f"{at}.mlp")
+        yield from feed(f"{at}.mlp", i)
         if kind == "full_attention":
             yield from _attention(c, f"{at}.self_attn", gated)
             yield from _head_norms(c, f"{at}.self_attn")
         elif kind == "linear_attention":
-            yield from _gated_delta(c, f"{at}.linear_attn")
+            yield from _gated_delta(c, f"{at}.linear_attn", projections)
     if heads:
         yield "mtp.fc", (c.hidden_size, 2 * c.hidden_size)
         for name in ("norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden"):
@@ -126,7 +160,7 @@ def _qwen3_5(c: _Sizes, heads: int) -> Named:
         yield from _norms(c, f"mtp.layers.{i}")
         yield from _attention(c, f"mtp.layers.{i}.self_attn", gated)
         yield from _head_norms(c, f"mtp.layers.{i}.self_attn")
-        yield from feed(f"mtp.layers.{i}.mlp")
+        yield from feed(f"mtp.layers.{i}.mlp", i)
 
 
 def _head_norms(c: _Sizes, at: str) -> Named:
@@ -134,13 +168,12 @@ def _head_norms(c: _Sizes, at: str) -> Named:
         yield f"{at}.{name}", (c.head,)
 
 
-def _gated_delta(c: _Sizes, at: str) -> Named:
+def _gated_delta(c: _Sizes, at: str, projections: tuple[str, ...]) -> Named:
     keys = c.linear_num_key_heads * c.linear_key_head_dim
     values = c.linear_num_value_heads * c.linear_value_head_dim
-    yield f"{at}.in_proj_qkv", (2 * keys + values, c.hidden_size)
-    yield f"{at}.in_proj_z", (values, c.hidden_size)
-    for name in ("in_proj_a", "in_proj_b"):
-        yield f"{at}.{name}", (c.linear_num_value_heads, c.hidden_size)
+    rows = {"q": keys, "k": keys, "v": values, "z": values} | dict.fromkeys("ba", c.linear_num_value_heads)
+    for name in projections:
+        yield f"{at}.in_proj_{name}", (sum(rows[part] for part in name), c.hidden_size)
     yield f"{at}.out_proj", (c.hidden_size, values)
     yield f"{at}.conv1d", (2 * keys + values, 1, c.linear_conv_kernel_dim)
     yield f"{at}.norm", (c.linear_value_head_dim,)
@@ -148,21 +181,22 @@ def _gated_delta(c: _Sizes, at: str) -> Named:
 
 def _deepseek(c: _Sizes, heads: int) -> Named:
     yield "model.norm", (c.hidden_size,)
+    dense = min(c.count("first_k_dense_replace"), c.num_hidden_layers)
     for i in range(c.num_hidden_layers + heads):
         at = f"model.layers.{i}"
         yield from _norms(c, at)
         yield from _latent_attention(c, f"{at}.self_attn")
-        if i < c.or_none("first_k_dense_replace"):
+        if i < dense:
             yield from _mlp(f"{at}.mlp", c.hidden_size, c.intermediate_size)
         else:
-            yield from _routed(c, f"{at}.mlp")
+            yield from _shared_and_routed(c, f"{at}.mlp")
         if i >= c.num_hidden_layers:
-            yield from _fusion_behind(c, at)
+            yield from _behind_head(c, at)
 
 
 def _latent_attention(c: _Sizes, at: str) -> Named:
     rope, nope, nh = c.qk_rope_head_dim, c.qk_nope_head_dim, c.num_attention_heads
-    if c.or_none("q_lora_rank"):
+    if c.count("q_lora_rank"):
         yield f"{at}.q_a_proj", (c.q_lora_rank, c.hidden_size)
         yield f"{at}.q_a_layernorm", (c.q_lora_rank,)
         yield f"{at}.q_b_proj", (nh * (nope + rope), c.q_lora_rank)
@@ -174,18 +208,32 @@ def _latent_attention(c: _Sizes, at: str) -> Named:
     yield f"{at}.o_proj", (c.hidden_size, nh * c.v_head_dim)
 
 
-def _routed(c: _Sizes, at: str) -> Named:
-    """Experts as DeepSeek-V3 names and sizes them, and GLM-4.5 after it."""
+def _glm4_moe(c: _Sizes, heads: int) -> Named:
+    yield "model.norm", (c.hidden_size,)
+    for i in range(c.num_hidden_layers + heads):
+        at = f"model.layers.{i}"
+        yield from _norms(c, at)
+        yield from _attention(c, f"{at}.self_attn")
+        if c.flag("use_qk_norm"):
+            yield from _head_norms(c, f"{at}.self_attn")
+        if i < c.count("first_k_dense_replace"):
+            yield from _mlp(f"{at}.mlp", c.hidden_size, c.intermediate_size)
+        else:
+            yield from _shared_and_routed(c, f"{at}.mlp")
+        if i >= c.num_hidden_layers:
+            yield from _behind_head(c, at)
+
+
+def _shared_and_routed(c: _Sizes, at: str) -> Named:
+    """DeepSeek-V3's mixture and GLM's: shared experts are one MLP."""
     yield f"{at}.gate", (c.n_routed_experts, c.hidden_size)
-    shared = c.or_none("n_shared_experts")
-    if shared:
-        yield from _mlp(f"{at}.shared_experts", c.hidden_size, shared * c.moe_intermediate_size)
+    if c.count("n_shared_experts"):
+        yield from _mlp(f"{at}.shared_experts", c.hidden_size, c.n_shared_experts * c.moe_intermediate_size)
     for expert in range(c.n_routed_experts):
         yield from _mlp(f"{at}.experts.{expert}", c.hidden_size, c.moe_intermediate_size)
 
 
-def _fusion_behind(c: _Sizes, at: str) -> Named:
-    """What a head behind the target's layers has beside its block; embedding and vocabulary head may be left out."""
+def _behind_head(c: _Sizes, at: str) -> Named:
     yield f"{at}.eh_proj", (c.hidden_size, 2 * c.hidden_size)
     for name in ("enorm", "hnorm", "shared_head.norm"):
         yield f"{at}.{name}", (c.hidden_size,)
@@ -196,9 +244,12 @@ _FAMILIES: dict[str, Callable[[_Sizes, int], Named]] = {
     "mistral": _llama,
     "qwen2": _llama,
     "qwen3": _llama,
+    "mimo": _mimo,
     "qwen3_5": _qwen3_5,
     "qwen3_5_text": _qwen3_5,
     "qwen3_5_moe": _qwen3_5,
     "qwen3_5_moe_text": _qwen3_5,
+    "qwen3_next": _qwen3_next,
     "deepseek_v3": _deepseek,
+    "glm4_moe": _glm4_moe,
 }

@@ -18,7 +18,7 @@ from mtplab.errors import CheckpointError
 from mtplab.models.fields import Fields
 from mtplab.models.spec import LayerSpec
 
-__all__ = ["Family", "Sizes", "family_of", "registered"]
+__all__ = ["Family", "Sizes", "as_markdown", "family_of", "model_types", "registered"]
 
 
 @dataclass(frozen=True)
@@ -74,3 +74,12 @@ def family_of(config: dict[str, Any], file: object = "config.json") -> tuple[Fam
         f"{file}: model_type is {model_type!r:.60}; mtplab runs {known}. The checkpoint can be opened, planned and "
         "audited all the same: mtplab.open_checkpoint(), `mtplab audit`. CONTRIBUTING.md says how a family is added."
     )
+
+
+def as_markdown() -> str:
+    """A table of every family: README's, which a test holds to this."""
+    lines = ["| family | `model_type` | target | MTP head | tested against |", "|---|---|---|---|---|"]
+    for family in registered():
+        types = ", ".join(f"`{name}`" for name in family.model_types)
+        lines.append(f"| {family.name} | {types} | {family.target} | {family.head} | {family.oracle} |")
+    return "\n".join(lines)

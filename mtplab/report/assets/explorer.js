@@ -23,6 +23,15 @@
   const clean = (text) => String(text).replace(/[\u0000-\u001f\u007f-\u009f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]/g,
     (sign) => "\\u" + sign.charCodeAt(0).toString(16).padStart(4, "0"));
   const number = (value, digits = 2) => value == null || Number.isNaN(value) ? "–" : value.toFixed(digits);
+  // as tables write it: two digits of the error and the number to the same place, or three digits of the number
+  const place = (value, digits) => {
+    const size = Math.floor(Math.log10(Math.abs(value)));
+    return Math.min(9, Math.max(0, digits - 1 - size - (Math.abs(+value.toPrecision(digits)) >= 10 ** (size + 1) ? 1 : 0)));
+  };
+  const measured = (value, error) => {
+    const digits = error ? place(error, 2) : value ? place(value, 3) : 0;
+    return value.toFixed(digits) + (error ? ` ± ${error.toFixed(digits)}` : "");
+  };
   const percent = (value) => value == null ? "–" : (100 * value).toFixed(1) + " %";
   function element(name, attributes = {}, text = null) {
     const made = document.createElementNS(SVG, name);
@@ -146,14 +155,16 @@
     const ys = series.flatMap((group) => group.points.map((point) => point.y));
     const lowX = Math.min(...xs, 1), highX = Math.max(...xs, lowX + 1);
     const lowY = byDepth ? Math.min(byDepth.least, ...ys) : 0, highY = byDepth ? Math.max(byDepth.most, ...ys) : 100;
-    const marks = ticks(lowY, highY, 7), longest = Math.max(...marks.map((value) => String(value).length));
+    // all with as many digits as the finest of them needs
+    const marks = ticks(lowY, highY, 7), fine = Math.max(0, ...marks.map((value) => (String(value).split(".")[1] || "").length));
+    const longest = Math.max(...marks.map((value) => value.toFixed(fine).length));
     const edge = { left: 36 + 8 * longest, right: 14, top: 10, bottom: 44 };
     const pad = (highX - lowX) * 0.04;
     const x = (value) => edge.left + (value - lowX + pad) / (highX - lowX + 2 * pad) * (width - edge.left - edge.right);
     const y = (value) => height - edge.bottom - (value - lowY) / (highY * 1.03 - lowY) * (height - edge.top - edge.bottom);
     for (const value of marks) {
       chart.append(element("line", { class: "grid", x1: edge.left, x2: width - edge.right, y1: y(value), y2: y(value) }),
-        element("text", { x: edge.left - 8, y: y(value) + 4, "text-anchor": "end" }, String(value)));
+        element("text", { x: edge.left - 8, y: y(value) + 4, "text-anchor": "end" }, value.toFixed(fine)));
     }
     for (let value = lowX; value <= highX; value += Math.ceil((highX - lowX) / 16)) {
       chart.append(element("text", { x: x(value), y: height - edge.bottom + 18, "text-anchor": "middle" }, String(value)));
@@ -215,7 +226,7 @@
   const COLUMNS = [
     ["Exclusions", (row) => clean(row.weights_label)], ["KV cache", (row) => clean(row.policy_label)],
     ["Depth", (row) => String(row.depth)], ["Tokens / round", plusMinus],
-    ["KL, millinats", (row) => row.kl == null ? "–" : (row.target_fault == null ? "" : "⚠ ") + number(1e3 * row.kl) + (row.kl_error ? ` ± ${number(1e3 * row.kl_error)}` : "")],
+    ["KL, nats per token", (row) => row.kl == null ? "–" : (row.target_fault == null ? "" : "⚠ ") + measured(row.kl, row.kl_error)],
     ["Top-1 as unquantised", (row) => percent(row.top1_agreement)],
     ["Perplexity", (row) => row.perplexity == null ? "–" : (row.kl == null && row.target_fault != null ? "⚠ " : "") + number(row.perplexity) + (row.reference_perplexity ? ` (×${number(row.perplexity / row.reference_perplexity, 3)})` : "")],
     ["Accepted", (row) => row.drafted ? percent(row.accepted / row.drafted) : "–"], ["Draft 1", (row) => percent((row.per_position || [])[0])],
@@ -258,7 +269,7 @@
     title.textContent = clean(point.group.name);
     const text = BY_DEPTH[view]
       ? `depth ${row.depth}: ${plusMinus(row)} tokens per round, ${row.accepted} of ${row.drafted} drafts accepted in ${row.rounds} rounds`
-        + (row.kl == null ? "" : `; target ${number(1e3 * row.kl)} millinats from the unquantised one, top-1 ${percent(row.top1_agreement)}`)
+        + (row.kl == null ? "" : `; target ${measured(row.kl)} nats per token from the unquantised one, top-1 ${percent(row.top1_agreement)}`)
         + (row.target_fault == null ? "" : " ⚠ broken target")
         + (row.tokens_per_second == null ? "" : `; ${number(row.tokens_per_second, 0)} tokens per second`)
         + (row.odd_timing == null ? "" : ` (not to be believed: its rounds took ${row.odd_timing.toPrecision(2)} times what the other rows' trend says)`)

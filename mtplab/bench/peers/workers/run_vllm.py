@@ -1,7 +1,9 @@
 """One depth in vLLM's CPU build: `python run_vllm.py RESULT < job`. Knows nothing of mtplab.
 
-Greedy, end of text ignored, BF16 (all that its gated delta rule takes there), prefix caching off, every prompt of a
-batch at once. Rounds are vLLM's own per-request records of the same run, and the counters it publishes.
+Greedy, end of text ignored, prefix caching off, every prompt of a batch at once; BF16 (all that its gated delta rule
+takes there) unless the job has a `dtype`. A job may have a `length` (most tokens of a sequence) of its own, say that
+its checkpoint has `ids alone` and no tokenizer, and ask for `leads`: by how much each token's logit leads the next
+largest. Rounds are vLLM's own per-request records of the same run, and the counters it publishes.
 """
 
 from __future__ import annotations
@@ -35,6 +37,11 @@ def counters(llm) -> dict[str, int | list[int]]:
     return found
 
 
+def lead(token: int, likeliest) -> float:
+    """By how much a token's log-probability leads the largest of the others."""
+    return likeliest[token].logprob - max(each.logprob for other, each in likeliest.items() if other != token)
+
+
 def main() -> None:
     """Run the job on stdin."""
     began = time.perf_counter()
@@ -49,8 +56,9 @@ def main() -> None:
         }
     llm = LLM(
         model=JOB["model"],
-        dtype="bfloat16",
-        max_model_len=1024,
+        dtype=JOB.get("dtype", "bfloat16"),
+        max_model_len=JOB.get("length", 1024),
+        skip_tokenizer_init=JOB.get("ids alone", False),
         max_num_seqs=JOB["batch"],
         enforce_eager=True,
         enable_prefix_caching=False,
@@ -58,7 +66,13 @@ def main() -> None:
         **spec,
     )
     load = time.perf_counter() - began
-    greedy = SamplingParams(temperature=0.0, max_tokens=JOB["tokens"], ignore_eos=True)
+    greedy = SamplingParams(
+        temperature=0.0,
+        max_tokens=JOB["tokens"],
+        ignore_eos=True,
+        detokenize=not JOB.get("ids alone", False),
+        logprobs=2 if JOB.get("leads") else None,
+    )
     began = time.perf_counter()
     answers = llm.generate([TokensPrompt(prompt_token_ids=ids) for ids in JOB["prompts"]], greedy, use_tqdm=False)
     work = time.perf_counter() - began
@@ -67,6 +81,8 @@ def main() -> None:
         one = answer.outputs[0]
         steps = one.spec_decode_metrics
         outputs.append({"ids": list(one.token_ids)})
+        if JOB.get("leads"):
+            outputs[-1]["leads"] = [lead(*each) for each in zip(one.token_ids, one.logprobs, strict=True)]
         if steps is not None:
             outputs[-1] |= {"drafted": list(steps.per_step_drafted), "accepted": list(steps.per_step_accepted)}
     found = {

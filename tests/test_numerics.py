@@ -1,0 +1,188 @@
+"""Slices of a target, and what FP8 does to layers: against formulas written down again, planted errors, labels."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+import mtplab
+from mtplab import CheckpointError, ConfigError, generate, load_model, memory, numerics, open_checkpoint
+from mtplab.checkpoint import Checkpoint
+from mtplab.cli import main
+from mtplab.models.memory import weights_in_memory
+from mtplab.quant.policy import resolve_policy
+from mtplab.study.layer_errors import compare_layers
+from mtplab.study.text_batches import text_batches
+from tests.tiny import MIXTURE, write_tiny
+
+TEXTS = ["Once upon a time there was a king", "def main():"]
+
+
+def hidden_after(model, layers: int, texts: list[list[int]]) -> torch.Tensor:
+    """Hidden states after the first so many layers of a model."""
+    (batch,) = text_batches(model, texts, [0] * len(texts), 1)
+    with torch.inference_mode():
+        x = batch.run.gather(torch.nn.functional.embedding(batch.tokens, model.target.embedding))
+        caches = model.target_caches(batch.run.batch, batch.capacity, resolve_policy("none"))
+        for layer, cache in zip(model.target.layers[:layers], caches, strict=False):
+            x = layer(x, batch.run, cache)
+    return x
+
+
+def test_a_slice_computes_what_those_layers_of_the_whole_do(bundled):
+    whole, part = load_model(bundled, exact=False), load_model(bundled, exact=False, layers="0-2")
+    ids = [whole.encode(text) for text in TEXTS]
+    assert [layer.number for layer in part.config.layers] == [0, 1, 2] and part.config.sliced
+    assert torch.equal(hidden_after(part, 3, ids), hidden_after(whole, 3, ids))
+
+
+def test_nothing_of_the_layers_left_out_is_read(bundled, monkeypatch):
+    read = set()
+    for method in ("bands", "read", "scaled"):
+        before = getattr(Checkpoint, method)
+
+        def noted(self, name, *rest, before=before, **named):
+            read.add(name)
+            return before(self, name, *rest, **named)
+
+        monkeypatch.setattr(Checkpoint, method, noted)
+    load_model(bundled, layers=[1])
+    assert {name.split(".")[2] for name in read if name.startswith("model.layers.")} == {"1"}
+    assert "mtp.fc.weight" in read and "model.norm.weight" in read
+
+
+def test_a_slice_takes_the_memory_that_was_said(bundled):
+    whole, part = memory(bundled), memory(bundled, layers="2")
+    model = load_model(bundled, layers="2")
+    assert part.weights == weights_in_memory(model.checkpoint, model.plan, model.engine, model.config)
+    ckpt = open_checkpoint(bundled)
+    others = [m for m in ckpt.plan().modules if m.name.startswith("model.layers.") and ".2." not in m.name]
+    least = sum(torch.Size(m.shape).numel() for m in others)  # a byte a value, whatever they are held in
+    assert others and part.weights.nbytes < whole.weights.nbytes - least
+    assert part.caches.token < whole.caches.token, "layer 2 has no KV cache"
+
+
+def test_a_slice_generates_nothing(bundled):
+    part = load_model(bundled, layers="0-1")
+    for run in (generate, mtplab.trace):
+        with pytest.raises(ConfigError, match=r"the model is a slice: 2 of 4 layers.*mtplab\.numerics"):
+            run(part, ["x"], 1, max_new_tokens=2)
+
+
+@pytest.mark.parametrize(
+    "layers, said",
+    [
+        ("0-9", "layers names 4, 5, 6, 7, …; this model has layers 0 to 3"),
+        ("a", "is not a number or a range"),
+        ("3-1", "runs backwards"),
+        ([], "expected numbers of layers"),
+        ([1.5], "expected numbers of layers"),
+        ([True], "expected numbers of layers"),
+        (5, "layers is 5"),
+        ("9" * 40, "is more than 10000"),
+    ],
+)
+def test_layers_that_cannot_be(bundled, layers, said):
+    with pytest.raises(ConfigError, match="layers") as caught:
+        load_model(bundled, layers=layers)
+    assert said in str(caught.value)
+
+
+def rounded(x: torch.Tensor, height: int, width: int) -> torch.Tensor:
+    """x in E4M3 with a scale per block of height × width, read back: the formula of DeepSeek-V3's report, 3.3."""
+    out = torch.empty_like(x)
+    for i in range(0, x.shape[0], height):
+        for j in range(0, x.shape[1], width):
+            block = x[i : i + height, j : j + width]
+            scale = block.abs().amax() / 448
+            out[i : i + height, j : j + width] = (block / scale).to(torch.float8_e4m3fn).float() * scale
+    return out
+
+
+def test_a_modules_error_is_the_formulas(bundled):
+    """Of the first projection, whose input is the normed embedding: weights and inputs in FP8, written down again."""
+    found = numerics(bundled, "0", TEXTS)
+    ckpt, model = open_checkpoint(bundled), load_model(bundled)
+    ids = torch.tensor([i for text in TEXTS for i in model.encode(text)])
+    x = ckpt.dequantize("model.embed_tokens.weight")[ids]
+    x = x / (x.square().mean(-1, keepdim=True) + model.config.rms_norm_eps).sqrt()
+    x = x * (1 + ckpt.dequantize("model.layers.0.input_layernorm.weight"))
+    name = "model.layers.0.linear_attn.in_proj_qkv"
+    weight = ckpt.dequantize(f"{name}.weight")
+    exact, fp8 = x @ weight.t(), rounded(x, 1, 128) @ rounded(weight, 128, 128).t()
+    expected = float((fp8 - exact).norm() / exact.norm())
+    (mine,) = (module.error for module in found.modules if module.name == name)
+    assert 0.005 < expected < 0.2 and mine == pytest.approx(expected, rel=1e-3)
+
+
+def test_what_is_kept_has_no_error_and_is_not_listed(bundled):
+    found = numerics(bundled, prompts=TEXTS, exclude=["model.layers.*", "mtp.*"])
+    assert not found.modules and {layer.added for layer in found.layers} == {0.0} and found.draft_kl == 0
+    found = numerics(bundled, prompts=TEXTS, exclude=["mtp.*"])
+    assert {module.part for module in found.modules} == {"target"} and found.layers[-1].added == 0
+    assert all(layer.added > 0 and layer.hidden > 0 for layer in found.layers[:-1])
+
+
+def test_a_planted_scale_is_the_worst_module(bundled_fp8, tmp_path):
+    """One weight's scales doubled, against the file as it was: its error is 1, the others' 0."""
+    from safetensors.torch import load_file, save_file
+
+    folder = tmp_path / "broken"
+    folder.mkdir()
+    for file in bundled_fp8.iterdir():
+        if file.suffix == ".json":
+            (folder / file.name).write_bytes(file.read_bytes())
+    (source,) = bundled_fp8.glob("*.safetensors")
+    tensors = load_file(source)
+    tensors["model.layers.1.mlp.down_proj.weight_scale_inv"] *= 2
+    save_file(tensors, folder / source.name)
+    found = numerics(folder, prompts=TEXTS, source=bundled_fp8)
+    (worst, *others) = found.worst(100)
+    assert worst.name == "model.layers.1.mlp.down_proj" and worst.error == pytest.approx(1.0)
+    assert not any(module.error for module in others) and found.layers[0].hidden == 0 < found.layers[1].added
+
+
+def test_experts_are_one_line_a_layer(tmp_path):
+    folder = write_tiny(tmp_path / "moe", **MIXTURE)
+    found = numerics(folder, prompts=[[1, 2, 3, 4, 5, 6, 7]])
+    names = [module.name for module in found.modules]
+    assert "model.layers.0.mlp.experts" in names and "mtp.layers.0.mlp.experts" in names
+    assert not any(".experts." in name for name in names) and all(module.error > 0 for module in found.modules)
+
+
+def test_what_a_slice_leaves_out_is_said(bundled, bundled_fp8):
+    assert not any("slice" in line for line in numerics(bundled, prompts=TEXTS).about)
+    first = "\n".join(numerics(bundled, "0-1", TEXTS).about)
+    assert "2 of the target's 4 layers (0-1)" in first and "after layer 1, not those after layer 3" in first
+    assert "reads embeddings" not in first and "No acceptance" in first
+    later = "\n".join(numerics(bundled, [1, 3], TEXTS).about)
+    assert "Layer 1 reads embeddings" in later and "behind a gap" in later and "The head reads" not in later
+    assert "rounding inputs alone" in "\n".join(numerics(bundled_fp8, "0", TEXTS).about)
+    with pytest.raises(ConfigError, match="is not quantised: leave it out"):
+        numerics(bundled, source=bundled_fp8)
+
+
+def test_other_layers_cannot_be_compared(bundled, tmp_path):
+    with pytest.raises(ConfigError, match="have other layers here"):
+        compare_layers(load_model(bundled), load_model(bundled, layers="0"), [[1, 2, 3]])
+    with pytest.raises(ConfigError, match="3 after those"):
+        numerics(bundled, prompts=[[1, 2]])
+    with pytest.raises(CheckpointError, match="no tokenizer"):
+        numerics(write_tiny(tmp_path), prompts=TEXTS)
+
+
+def test_the_command(bundled, capsys):
+    assert main(["numerics", str(bundled), "--layers", "0,2"]) == 0
+    shown = capsys.readouterr().out
+    assert "layer 2" in shown and "behind a gap" in shown and "nats" in shown and "head 0" in shown
+    assert main(["numerics", str(bundled), "--layers", "0,2", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [each["name"] for each in found["layers"]] == ["layer 0", "layer 2", "head 0"] and found["draft_kl_nats"] > 0
+    assert main(["numerics", str(bundled), "--layers", "7"]) == 2
+    assert "this model has layers 0 to 3" in capsys.readouterr().err
+    assert main(["doctor", str(bundled), "--layers", "0", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["memory"]["weight_bytes"] == memory(bundled, layers="0").weights.nbytes
+    html = numerics(bundled, "0", TEXTS)._repr_html_()
+    assert "<table" in html and "layer 0" in html and "A slice" in html

@@ -20,9 +20,9 @@ class HeadwiseLinear(PackedLinear):
     """Weight [h·(dk + dv), r], each head's dk rows for its key above its dv rows for its value, held as two stacks of
     matrices in the compute dtype, on every device. No input of it is rounded, whatever the plan says: there is none."""
 
-    def __init__(self, names: tuple[str, ...], rounded: tuple[bool, ...], keys: Tensor, values: Tensor):
+    def __init__(self, name: str, keys: Tensor, values: Tensor):
         """keys [h, dk, r]; values [h, r, dv]."""
-        self.names, self.rounded, self._keys, self._values = names, rounded, keys, values
+        self.names, self.rounded, self._keys, self._values = (name,), (False,), keys, values
 
     @classmethod
     def of(cls, packed: PackedLinear, heads: int, key_dim: int) -> Self:
@@ -31,7 +31,7 @@ class HeadwiseLinear(PackedLinear):
             return packed
         (weight,) = packed.weights()
         keys, values = weight.view(heads, -1, weight.shape[1]).tensor_split([key_dim], dim=1)
-        return cls(packed.names, packed.rounded, keys.contiguous(), values.transpose(1, 2).contiguous())
+        return cls(packed.names[0], keys.contiguous(), values.transpose(1, 2).contiguous())
 
     def __call__(self, x: Tensor) -> tuple[Tensor, ...]:
         """x [m, r] → keys and values [m, h·(dk + dv)]."""

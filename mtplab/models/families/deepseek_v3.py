@@ -65,6 +65,6 @@ FAMILY = Family(
     read=_read,
     target="latent attention; dense layers, then experts in groups with a shared one",
     head="one layer of latent attention and experts",
-    oracle="transformers, its MTP decoding too",
+    oracle="transformers, drafts too",
     first_masked=True,
 )

@@ -17,6 +17,7 @@ from mtplab.errors import CheckpointError
 from mtplab.models.cache import DeltaState, KVCache
 from mtplab.models.families.family import Family
 from mtplab.models.head import DraftModule, Head
+from mtplab.models.latent import LatentAttention
 from mtplab.models.layers import MLP, Attention, DecoderLayer, GatedDelta
 from mtplab.models.mixture import Mixture
 from mtplab.models.norm import RMSNorm
@@ -29,6 +30,7 @@ from mtplab.models.spec import (
     Feed,
     LayerSpec,
     MixtureSpec,
+    MlaSpec,
     ModelConfig,
 )
 from mtplab.quant.linear import PackedLinear
@@ -144,6 +146,8 @@ class _Builder:
         match spec.mixer:
             case AttentionSpec():
                 mixer = self._attention(spec.mixer, f"{at}self_attn.")
+            case MlaSpec():
+                mixer = self._latent(spec.mixer, f"{at}self_attn.")
             case DeltaSpec():
                 mixer = self._delta(spec.mixer, f"{at}linear_attn.")
         return DecoderLayer(
@@ -203,6 +207,28 @@ class _Builder:
             p.linear([(f"{at}o_proj", hidden)], q),
             norm,
             biases,
+        )
+
+    def _latent(self, spec: MlaSpec, at: str) -> LatentAttention:
+        p, hidden = self._p, self._c.hidden_size
+        queries = f"{at}q_proj" if spec.q_rank is None else f"{at}q_a_proj"
+        inputs = [
+            (queries, spec.q_rank or spec.heads * spec.q_dim),
+            (f"{at}kv_a_proj_with_mqa", spec.kv_rank + spec.rotary.dim),
+        ]
+
+        def norm(name: str, size: int) -> RMSNorm:
+            return RMSNorm(self._norm_weight(f"{at}{name}", size), spec.norm_eps)
+
+        return LatentAttention(
+            spec,
+            self._geometries.index(spec.geometry),
+            p.linear(inputs, hidden),
+            norm("q_a_layernorm", spec.q_rank) if spec.q_rank else None,
+            p.linear([(f"{at}q_b_proj", spec.heads * spec.q_dim)], spec.q_rank) if spec.q_rank else None,
+            norm("kv_a_layernorm", spec.kv_rank),
+            p.linear([(f"{at}kv_b_proj", spec.heads * (spec.nope_dim + spec.v_dim))], spec.kv_rank),
+            p.linear([(f"{at}o_proj", hidden)], spec.heads * spec.v_dim),
         )
 
     def _delta(self, spec: DeltaSpec, at: str) -> GatedDelta:

@@ -99,28 +99,25 @@ class Fields:
             )
         return found
 
+    def rope_number(self, rope: dict[str, Any], key: str, default: float) -> float:
+        """A positive number of `rope`; the default where there is none, or 0."""
+        return _number(self.file, rope, key, None, float) if rope.get(key) else default
+
     def yarn(self, rope: dict[str, Any]) -> Yarn:
         """YaRN's numbers, with transformers' defaults (`_compute_yarn_parameters`)."""
-
-        def real(key: str, default: float) -> float:
-            return _number(self.file, {key: rope.get(key) or default}, key, None, float)
-
         original = _number(self.file, rope, "original_max_position_embeddings")
         theta = _number(self.file, rope, "rope_theta", 10000.0, float)
         if theta <= 1:
             raise CheckpointError(f"{self.file}: rope_theta is {theta}; expected more than 1 with yarn")
-        factor = real("factor", self.number("max_position_embeddings", 32768) / original)
-        most, all_dim = rope.get("mscale"), rope.get("mscale_all_dim")
-        if most and all_dim:
-            attention = yarn_mscale(factor, real("mscale", 1.0)) / yarn_mscale(factor, real("mscale_all_dim", 1.0))
-        else:
-            attention = yarn_mscale(factor)
+        factor = self.rope_number(rope, "factor", self.number("max_position_embeddings", 32768) / original)
+        most, every = self.rope_number(rope, "mscale", 0.0), self.rope_number(rope, "mscale_all_dim", 0.0)
+        attention = yarn_mscale(factor, most) / yarn_mscale(factor, every) if most and every else yarn_mscale(factor)
         return Yarn(
             factor,
             original,
-            real("beta_fast", 32.0),
-            real("beta_slow", 1.0),
-            real("attention_factor", attention),
+            self.rope_number(rope, "beta_fast", 32.0),
+            self.rope_number(rope, "beta_slow", 1.0),
+            self.rope_number(rope, "attention_factor", attention),
             rope.get("truncate", True) is not False,
         )
 

@@ -240,7 +240,7 @@ class DecoderLayer(Part):
     """norm → mixer → residual, norm → MLP → residual."""
 
     input_norm: RMSNorm
-    mixer: Attention | GatedDelta
+    mixer: Part  # attention of one kind or another, or the delta rule: (residual, x, run, cache) → [m, hidden]
     post_norm: RMSNorm
     mlp: Part  # an MLP or a mixture of experts: (residual, x, rows) → [m, hidden]
 

@@ -181,19 +181,31 @@ def _gated_delta(c: _Sizes, at: str, projections: tuple[str, ...]) -> Named:
 
 def _deepseek(c: _Sizes, heads: int) -> Named:
     yield "model.norm", (c.hidden_size,)
-    rope, nope, nh = c.qk_rope_head_dim, c.qk_nope_head_dim, c.num_attention_heads
+    dense = min(c.count("first_k_dense_replace"), c.num_hidden_layers)
     for i in range(c.num_hidden_layers + heads):
         at = f"model.layers.{i}"
         yield from _norms(c, at)
-        yield f"{at}.self_attn.q_a_proj", (c.q_lora_rank, c.hidden_size)
-        yield f"{at}.self_attn.q_a_layernorm", (c.q_lora_rank,)
-        yield f"{at}.self_attn.q_b_proj", (nh * (nope + rope), c.q_lora_rank)
-        yield f"{at}.self_attn.kv_a_proj_with_mqa", (c.kv_lora_rank + rope, c.hidden_size)
-        yield f"{at}.self_attn.kv_a_layernorm", (c.kv_lora_rank,)
-        yield f"{at}.self_attn.kv_b_proj", (nh * (nope + c.v_head_dim), c.kv_lora_rank)
-        yield f"{at}.self_attn.o_proj", (c.hidden_size, nh * c.v_head_dim)
+        yield from _latent_attention(c, f"{at}.self_attn")
+        if i < dense:
+            yield from _mlp(f"{at}.mlp", c.hidden_size, c.intermediate_size)
+        else:
+            yield from _shared_and_routed(c, f"{at}.mlp")
         if i >= c.num_hidden_layers:
             yield from _behind_head(c, at)
+
+
+def _latent_attention(c: _Sizes, at: str) -> Named:
+    rope, nope, nh = c.qk_rope_head_dim, c.qk_nope_head_dim, c.num_attention_heads
+    if c.count("q_lora_rank"):
+        yield f"{at}.q_a_proj", (c.q_lora_rank, c.hidden_size)
+        yield f"{at}.q_a_layernorm", (c.q_lora_rank,)
+        yield f"{at}.q_b_proj", (nh * (nope + rope), c.q_lora_rank)
+    else:
+        yield f"{at}.q_proj", (nh * (nope + rope), c.hidden_size)
+    yield f"{at}.kv_a_proj_with_mqa", (c.kv_lora_rank + rope, c.hidden_size)
+    yield f"{at}.kv_a_layernorm", (c.kv_lora_rank,)
+    yield f"{at}.kv_b_proj", (nh * (nope + c.v_head_dim), c.kv_lora_rank)
+    yield f"{at}.o_proj", (c.hidden_size, nh * c.v_head_dim)
 
 
 def _glm4_moe(c: _Sizes, heads: int) -> Named:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from mtplab.checkpoint.draft_layouts import QWEN
 from mtplab.models.families.family import Family, Sizes
 from mtplab.models.fields import Fields
-from mtplab.models.spec import AttentionSpec, DeltaSpec, DenseSpec, LayerSpec, MixtureSpec, Rotary
+from mtplab.models.spec import AttentionSpec, DeltaSpec, DenseSpec, LayerSpec, MixtureNames, MixtureSpec, Rotary
 
 __all__ = ["FAMILY", "read_sizes"]
 
@@ -75,7 +75,7 @@ def _mixture(fields: Fields) -> MixtureSpec:
         size=fields.number("moe_intermediate_size"),
         shared_size=fields.number("shared_expert_intermediate_size"),
         shared_gated=True,
-        shared="shared_expert",
+        names=MixtureNames(shared="mlp.shared_expert"),
     )
     if found.top_k > found.count:
         raise fields.wrong("num_experts_per_tok", f"at most num_experts, {found.count}")

@@ -222,3 +222,12 @@ def test_a_huge_header_is_quick(tmp_path: Path, capsys: pytest.CaptureFixture[st
     done = subprocess.run([sys.executable, "-m", "mtplab.cli", "audit", str(folder)], capture_output=True, text=True,
                           timeout=20)  # fmt: skip
     assert "4000 entries of modules_to_not_convert name no module" in " ".join(done.stdout.split())
+
+
+def test_a_page_does_not_say_where_a_folder_lies(bundled_fp8):
+    """What a notebook shows goes into reports that are published; a terminal names the path it was given."""
+    opened = open_checkpoint(bundled_fp8.resolve())
+    for shown in (opened, opened.audit()):
+        page = shown._repr_html_()
+        assert str(bundled_fp8.resolve().parent) not in page and bundled_fp8.name in page
+        assert str(bundled_fp8.resolve()) in str(shown)

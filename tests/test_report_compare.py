@@ -317,7 +317,8 @@ def test_the_page_is_one_small_file_with_everything_in_it():
     base = rows(depths=range(5))
     found = mtplab.compare(base, rows(depths=range(5), policies=("none", "int8", "fp8_e4m3")), names=["old", "new"])
     text = comparison_page(found)
-    assert len(text) < 1_000_000 and "new against old" in text and "Without a partner" in text
+    assert len(text) < 1_000_000 and "new against old" in text and ">What changed" in text
+    assert "Without a partner" in text
     assert text.count("<iframe ") == 1 and 'alt="Line chart, acceptance length of new less that of old' in text
     assert 'href="#against-1"' in text
     assert "<table" in found._repr_html_() and "<script" not in found._repr_html_()

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from html import escape
 from typing import TYPE_CHECKING
 
-from mtplab.checkpoint.text_table import aligned, as_bytes, counted, html_table, printable
+from mtplab.checkpoint.text_table import aligned, as_bytes, counted, folder_name, html_table, printable
 
 if TYPE_CHECKING:
     from mtplab.checkpoint.checkpoint import Checkpoint
@@ -63,7 +63,8 @@ def as_html(ckpt: Checkpoint) -> str:
     """The same as HTML, every cell escaped: names come from a file nobody vouches for."""
     first, second, *problems = _sentences(ckpt)
     words = [f"{first}; {second}.", *problems]
-    # a caption would be broken to the table's width
-    path, table = escape(printable(ckpt.path)), html_table(_COLUMNS, _rows(ckpt), _RIGHT)
+    # a page may be published, and where the folder lies on this machine is nobody's business; a caption would be
+    # broken to the table's width
+    path, table = escape(printable(folder_name(ckpt.path))), html_table(_COLUMNS, _rows(ckpt), _RIGHT)
     said = "".join(f"<p>{escape(text)}</p>" for text in words)
     return f'<div class="mtplab-checkpoint"><p><strong>{path}</strong></p>{table}{said}</div>'

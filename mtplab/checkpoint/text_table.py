@@ -5,10 +5,11 @@ Knows nothing of what stands in them.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection, Iterable, Sequence
 from html import escape
 
-__all__ = ["aligned", "as_bytes", "counted", "html_table", "in_columns", "printable", "scrolling"]
+__all__ = ["aligned", "as_bytes", "counted", "folder_name", "html_table", "in_columns", "printable", "scrolling"]
 
 
 def printable(text: object, limit: int = 200) -> str:
@@ -16,6 +17,11 @@ def printable(text: object, limit: int = 200) -> str:
     plain = str(text)
     plain = plain if len(plain) <= limit else plain[: limit - 1] + "…"
     return plain if plain.isprintable() else ascii(plain)[1:-1]
+
+
+def folder_name(path: str | os.PathLike[str]) -> str:
+    """The last part of a path, which names a checkpoint on a page that leaves this machine."""
+    return os.path.basename(os.path.normpath(path)) or str(path)
 
 
 def as_bytes(count: int) -> str:

@@ -17,6 +17,7 @@ from mtplab.errors import CheckpointError
 from mtplab.models.cache import DeltaState, KVCache
 from mtplab.models.families.family import Family
 from mtplab.models.head import DraftModule, Head
+from mtplab.models.latent import LatentAttention
 from mtplab.models.layers import MLP, Attention, DecoderLayer, GatedDelta
 from mtplab.models.mixture import Mixture
 from mtplab.models.norm import RMSNorm
@@ -28,6 +29,7 @@ from mtplab.models.spec import (
     DenseSpec,
     Feed,
     LayerSpec,
+    MlaSpec,
     ModelConfig,
 )
 from mtplab.quant.linear import PackedLinear
@@ -88,7 +90,8 @@ def build_head(config: ModelConfig, family: Family, p: Parameters, target: Targe
     if not c.draft_layers:
         return None
     names = [layout.names(spec.number, c.num_layers, p.root) for spec in c.draft_layers]
-    if not any(name.startswith(each.block) for each in names for name in p.checkpoint.tensors):
+    starts = tuple(each.block for each in names) if layout.behind else layout.root
+    if not any(name.startswith(starts) for name in p.checkpoint.tensors):
         where = layout.root if not layout.behind else names[0].block
         raise CheckpointError(
             f"{p.checkpoint.files.folder / 'config.json'}: {layout.count_key} is {c.mtp_layers}, but no tensor is "
@@ -142,6 +145,8 @@ class _Builder:
         match spec.mixer:
             case AttentionSpec():
                 mixer = self._attention(spec.mixer, f"{at}self_attn.")
+            case MlaSpec():
+                mixer = self._latent(spec.mixer, f"{at}self_attn.")
             case DeltaSpec():
                 mixer = self._delta(spec.mixer, f"{at}linear_attn.")
         return DecoderLayer(
@@ -203,15 +208,36 @@ class _Builder:
             biases,
         )
 
+    def _latent(self, spec: MlaSpec, at: str) -> LatentAttention:
+        p, hidden = self._p, self._c.hidden_size
+        queries = f"{at}q_proj" if spec.q_rank is None else f"{at}q_a_proj"
+        inputs = [
+            (queries, spec.q_rank or spec.heads * spec.q_dim),
+            (f"{at}kv_a_proj_with_mqa", spec.kv_rank + spec.rotary.dim),
+        ]
+
+        def norm(name: str, size: int) -> RMSNorm:
+            return RMSNorm(self._norm_weight(f"{at}{name}", size), spec.norm_eps)
+
+        return LatentAttention(
+            spec,
+            self._geometries.index(spec.geometry),
+            p.linear(inputs, hidden),
+            norm("q_a_layernorm", spec.q_rank) if spec.q_rank else None,
+            p.linear([(f"{at}q_b_proj", spec.heads * spec.q_dim)], spec.q_rank) if spec.q_rank else None,
+            norm("kv_a_layernorm", spec.kv_rank),
+            p.linear([(f"{at}kv_b_proj", spec.heads * (spec.nope_dim + spec.v_dim))], spec.kv_rank),
+            p.linear([(f"{at}o_proj", hidden)], spec.heads * spec.v_dim),
+        )
+
     def _delta(self, spec: DeltaSpec, at: str) -> GatedDelta:
         p, hidden, heads = self._p, self._c.hidden_size, spec.v_heads
         conv = p.vector(f"{at}conv1d.weight", (spec.conv_dim, 1, spec.conv_kernel))
-        inputs = [
-            (f"{at}in_proj_qkv", spec.conv_dim),
-            (f"{at}in_proj_z", spec.value_dim),
-            (f"{at}in_proj_b", heads),
-            (f"{at}in_proj_a", heads),
-        ]
+        if spec.interleaved:
+            sizes = {"qkvz": spec.conv_dim + spec.value_dim, "ba": 2 * heads}
+        else:
+            sizes = {"qkv": spec.conv_dim, "z": spec.value_dim, "b": heads, "a": heads}
+        inputs = [(f"{at}in_proj_{name}", rows) for name, rows in sizes.items()]
         return GatedDelta(
             spec,
             p.linear(inputs, hidden),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 from mtplab.models.families import family_of
@@ -19,15 +20,17 @@ def parse_config(
     eos_override: Any = None,
     eos_file: object = "generation_config.json",
     file: object = "config.json",
+    names: Collection[str] | None = None,
 ) -> ModelConfig:
     """Read a model's sizes from its parsed config.json.
 
     `eos_override` is `eos_token_id` of generation_config.json (an id, a list of ids or None), which wins over the
-    model's own; `eos_file` and `file` are what messages call the two files. Raises CheckpointError naming file and key,
-    what it holds and what was expected.
+    model's own; `eos_file` and `file` are what messages call the two files. `names` are the tensors on disk, where they
+    are known: Qwen3-Next's config.json leaves it to them whether there is a head. Raises CheckpointError naming file
+    and key, what it holds and what was expected.
     """
     family, model_type = family_of(config, file)
-    fields = Fields(config, file)
+    fields = Fields(config, file, names)
     sizes, vocabulary = family.read(fields), fields.number("vocab_size")
     return ModelConfig(
         family=family.name,

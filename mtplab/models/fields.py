@@ -6,6 +6,7 @@ Knows no family: it says of any key what was found and what was expected.
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from typing import Any
 
 from mtplab.checkpoint.config_json import stored_dtype
@@ -17,10 +18,13 @@ __all__ = ["Fields", "yarn_mscale"]
 
 
 class Fields:
-    """A config.json's text part: its own, or the one under `text_config` of a multimodal wrapper."""
+    """A config.json's text part: its own, or the one under `text_config` of a multimodal wrapper.
 
-    def __init__(self, config: dict[str, Any], file: object = "config.json"):
-        self.whole, self.file = config, file
+    `names`: the tensors on disk, for what a family's config.json leaves to them; None where they are not known.
+    """
+
+    def __init__(self, config: dict[str, Any], file: object = "config.json", names: Collection[str] | None = None):
+        self.whole, self.file, self.names = config, file, names
         self.text: dict[str, Any] = config["text_config"] if isinstance(config.get("text_config"), dict) else config
 
     def wrong(self, key: str, expected: str) -> CheckpointError:
@@ -113,6 +117,10 @@ class Fields:
             )
         return found
 
+    def rope_number(self, rope: dict[str, Any], key: str, default: float) -> float:
+        """A positive number of `rope`; the default where there is none, or 0."""
+        return _number(self.file, rope, key, None, float) if rope.get(key) else default
+
     def llama3(self, rope: dict[str, Any]) -> Llama3:
         """Numbers of Llama 3.1's scaling, none of which has a default."""
         factor, low, high = (
@@ -126,26 +134,19 @@ class Fields:
 
     def yarn(self, rope: dict[str, Any]) -> Yarn:
         """YaRN's numbers, with transformers' defaults (`_compute_yarn_parameters`)."""
-
-        def real(key: str, default: float) -> float:
-            return _number(self.file, {key: rope.get(key) or default}, key, None, float)
-
         original = _number(self.file, rope, "original_max_position_embeddings")
         theta = _number(self.file, rope, "rope_theta", 10000.0, float)
         if theta <= 1:
             raise CheckpointError(f"{self.file}: rope_theta is {theta}; expected more than 1 with yarn")
-        factor = real("factor", self.number("max_position_embeddings", 32768) / original)
-        most, all_dim = rope.get("mscale"), rope.get("mscale_all_dim")
-        if most and all_dim:
-            attention = yarn_mscale(factor, real("mscale", 1.0)) / yarn_mscale(factor, real("mscale_all_dim", 1.0))
-        else:
-            attention = yarn_mscale(factor)
+        factor = self.rope_number(rope, "factor", self.number("max_position_embeddings", 32768) / original)
+        most, every = self.rope_number(rope, "mscale", 0.0), self.rope_number(rope, "mscale_all_dim", 0.0)
+        attention = yarn_mscale(factor, most) / yarn_mscale(factor, every) if most and every else yarn_mscale(factor)
         return Yarn(
             factor,
             original,
-            real("beta_fast", 32.0),
-            real("beta_slow", 1.0),
-            real("attention_factor", attention),
+            self.rope_number(rope, "beta_fast", 32.0),
+            self.rope_number(rope, "beta_slow", 1.0),
+            self.rope_number(rope, "attention_factor", attention),
             rope.get("truncate", True) is not False,
         )
 

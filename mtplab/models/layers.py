@@ -123,8 +123,8 @@ class GatedDelta(Part):
     """The gated-delta-rule mixer: one projection, a short convolution, the recurrence, a gated norm.
 
     `inputs` members: in_proj_qkv [conv_dim, hidden], in_proj_z [value_dim, hidden], in_proj_b and in_proj_a
-    [v_heads, hidden]. conv_weight [kernel, conv_dim]; minus_a = −exp(A_log) and dt_bias [v_heads] float32; `norm` over
-    dv, whose weight is plain, not 1+w.
+    [v_heads, hidden]; where interleaved in_proj_qkvz and in_proj_ba, as long together. conv_weight [kernel, conv_dim];
+    minus_a = −exp(A_log) and dt_bias [v_heads] float32; `norm` over dv, whose weight is plain, not 1+w.
     """
 
     def __init__(
@@ -146,7 +146,7 @@ class GatedDelta(Part):
         self._qk_norm = RMSNorm(size, L2_EPS / dk)
 
     def __call__(self, residual: Tensor, x: Tensor, run: Pass, state: DeltaState) -> Tensor:
-        qkv, z, beta, a = self.inputs(x)
+        qkv, z, beta, a = self._inputs(x)
         # gates of all padded rows, [m, v_heads]: their vectorised and scalar forms differ in the last bit
         beta = beta.contiguous().float().sigmoid_()
         log_decay = F.softplus(a.float() + self.dt_bias).mul_(self.minus_a)
@@ -155,6 +155,18 @@ class GatedDelta(Part):
         out = mix(run.spread(qkv), log_decay, beta, run, state)
         out = run.gather(self.norm(out).to(x.dtype).flatten(2))
         return self.out.add_to(residual, out * F.silu(z))
+
+    def _inputs(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """x [m, hidden] → qkv [m, conv_dim], z [m, value_dim], b and a [m, v_heads]."""
+        if not self.spec.interleaved:
+            return self.inputs(x)
+        # outputs are sorted and not the weight's rows: those share scales, in blocks that hold parts of heads
+        c, (qkvz, ba) = self.spec, self.inputs(x)
+        values = c.value_dim // c.k_heads
+        by_head = qkvz.unflatten(-1, (c.k_heads, -1))
+        *qkv, z = torch.split_with_sizes(by_head, (c.k_dim, c.k_dim, values, values), dim=-1)
+        b, a = ba.unflatten(-1, (c.k_heads, -1)).chunk(2, dim=-1)
+        return torch.cat([part.flatten(1) for part in qkv], -1), z.flatten(1), b.flatten(1), a.flatten(1)
 
     def _with_kernels(self, qkv: Tensor, log_decay: Tensor, beta: Tensor, run: Pass, state: DeltaState) -> Tensor:
         c, b, t = self.spec, run.batch, run.tokens
@@ -234,7 +246,7 @@ class DecoderLayer(Part):
     """norm → mixer → residual, norm → MLP → residual."""
 
     input_norm: RMSNorm
-    mixer: Attention | GatedDelta
+    mixer: Part  # attention of one kind or another, or the delta rule: (residual, x, run, cache) → [m, hidden]
     post_norm: RMSNorm
     mlp: Part  # an MLP or a mixture of experts: (residual, x, rows) → [m, hidden]
 

@@ -211,7 +211,8 @@ def memory(
     plan = checkpoint.plan(**plan_arguments(engine, spec))
     config, why = None, ""
     try:
-        config = parse_config(checkpoint.config, file=checkpoint.files.folder / "config.json")
+        file = checkpoint.files.folder / "config.json"
+        config = parse_config(checkpoint.config, file=file, names=checkpoint.tensors)
         config = config.slice(engine.layers)
     except CheckpointError as error:
         why = f"not run: {error}"

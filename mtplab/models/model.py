@@ -229,7 +229,8 @@ def load_configured(
     checkpoint = path if isinstance(path, Checkpoint) else open_checkpoint(path)
     check_exclusions(checkpoint, engine, spec)
     plan = checkpoint.plan(**plan_arguments(engine, spec))
-    config = parse_config(checkpoint.config, *_eos_override(checkpoint), checkpoint.files.folder / "config.json")
+    file = checkpoint.files.folder / "config.json"
+    config = parse_config(checkpoint.config, *_eos_override(checkpoint), file, checkpoint.tensors)
     config = config.slice(engine.layers)
     where, stored = _device(engine.device), _dtype(config.dtype)
     compute = _dtype(engine.dtype) if engine.dtype else (torch.float32 if where.type == "cpu" else stored)

@@ -21,6 +21,7 @@ __all__ = [
     "Llama3",
     "MixtureNames",
     "MixtureSpec",
+    "MlaSpec",
     "ModelConfig",
     "Rotary",
     "Yarn",
@@ -111,14 +112,52 @@ class AttentionSpec:
 
 
 @dataclass(frozen=True)
+class MlaSpec:
+    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1): keys and values of every head are
+    linear in one row of `kv_rank` features a token, beside which the key has `rotary.dim` that turn, one for all heads.
+    That row is what the cache keeps. A head's query has `nope_dim` features that do not turn and the turning ones;
+    `q_rank`: what queries are made from is so wide, None for the hidden state itself. `scale`: of the scores."""
+
+    heads: int
+    q_rank: int | None
+    kv_rank: int
+    nope_dim: int
+    v_dim: int
+    rotary: Rotary
+    scale: float
+    # of the norms of queries and rows: DeepSeek's code and transformers' leave it so whatever rms_norm_eps says
+    norm_eps: float = 1e-6
+
+    @property
+    def q_dim(self) -> int:
+        """Features of a head's query."""
+        return self.nope_dim + self.rotary.dim
+
+    @property
+    def rows(self) -> CacheRows:
+        """What its cache keeps of a token: the row, which is key and value at once."""
+        return CacheRows(1, self.kv_rank + self.rotary.dim, sides=1)
+
+    @property
+    def geometry(self) -> Geometry:
+        """What it needs of a pass."""
+        return Geometry(self.rotary, self.rows, self.heads)
+
+
+@dataclass(frozen=True)
 class DeltaSpec:
-    """The gated delta rule, which keeps a state in place of a cache. Counts are of heads, features and taps."""
+    """The gated delta rule, which keeps a state in place of a cache. Counts are of heads, features and taps.
+
+    `interleaved`: one projection gives q, k, v and z, a key head's beside each other, and another b and a likewise;
+    else q, k and v of all heads are one projection, and z, b and a one each.
+    """
 
     k_heads: int
     v_heads: int
     k_dim: int
     v_dim: int
     conv_kernel: int
+    interleaved: bool = False
 
     @property
     def key_dim(self) -> int:
@@ -197,7 +236,7 @@ class MixtureSpec:
     names: MixtureNames = MixtureNames()
 
 
-Mixer = AttentionSpec | DeltaSpec
+Mixer = AttentionSpec | MlaSpec | DeltaSpec
 Feed = DenseSpec | MixtureSpec
 
 
@@ -252,6 +291,11 @@ class ModelConfig:
         """Those of the target's and the head's attention layers, each once."""
         mixers = (layer.mixer for layer in (*self.layers, *self.draft_layers))
         return tuple(dict.fromkeys(mixer.geometry for mixer in mixers if not isinstance(mixer, DeltaSpec)))
+
+    @property
+    def one_row(self) -> bool:
+        """Whether a cache keeps one row of a token that is key and value at once."""
+        return any(geometry.rows.sides == 1 for geometry in self.geometries)
 
     @property
     def deltas(self) -> list[DeltaSpec]:

@@ -25,6 +25,8 @@ from mtplab.study.words import DEPTH
 
 __all__ = ["advice_pictures", "best_depth_map", "lengths_by_depth", "round_parts", "speedup_by_depth"]
 
+# a part has its colour in every figure, whichever parts a figure has
+_PART_COLOURS = dict(zip(BINDS, SERIES, strict=False))
 _SHADES = LinearSegmentedColormap.from_list("depth", [PAPER, SERIES[0]])
 
 
@@ -151,23 +153,13 @@ def _map(axes: Axes, cells: Sequence[Sequence[Cell]], title: str) -> str:
 
 
 def _parts(axes: Axes, advice: Advice) -> str:
-    style_axes(axes, "What a round's time goes to (model)", DEPTH, "Milliseconds")
+    style_axes(axes, "What a round's time goes to (model)", DEPTH, "Time of a round (ms)")
     depths = [line.depth for line in advice.lines]
     base = [0.0] * len(depths)
     keys = [key for key in BINDS if any(line.cost.parts[key] > 0.005 * line.cost.seconds for line in advice.lines)]
-    for index, key in enumerate(keys):
+    for key in keys:
         heights = [1e3 * line.cost.parts[key] for line in advice.lines]
-        hatch = None if index < len(SERIES) else "//"
-        axes.bar(
-            depths,
-            heights,
-            0.7,
-            base,
-            color=SERIES[index % len(SERIES)],
-            edgecolor=PAPER,
-            hatch=hatch,
-            label=BINDS[key],
-        )
+        axes.bar(depths, heights, 0.7, base, color=_PART_COLOURS[key], edgecolor=PAPER, label=BINDS[key])
         base = [low + height for low, height in zip(base, heights, strict=True)]
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     return "; ".join(

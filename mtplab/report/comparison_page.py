@@ -38,7 +38,7 @@ def comparison_page(comparison: Comparison) -> str:
     others = ", ".join(one_line(source.name, NAME) for source in comparison.sources[1:])
     page = Page(f"{others} against {base}")
     for number, against in enumerate(comparison.against, 1):
-        _part(page, against, number)
+        _part(page, against, number, alone=len(comparison.against) == 1)
     page.text(
         "## Explore the rows\n\nAll rows of all files; a line's name begins with its file. This works without a kernel "
         "and without a network."
@@ -47,8 +47,10 @@ def comparison_page(comparison: Comparison) -> str:
     return page.render(_provenance(comparison.sources))
 
 
-def _part(page: Page, against: Against, number: int) -> None:
-    heading = f"{one_line(against.other.name, NAME)} against {one_line(against.base.name, NAME)}"
+def _part(page: Page, against: Against, number: int, alone: bool) -> None:
+    # with one file only, the title says already what is compared
+    names = (one_line(source.name, NAME) for source in (against.other, against.base))
+    heading = "What changed" if alone else " against ".join(names)
     page.html(f'<h2 id="against-{number}">{escape(heading)}</h2>')
     page.show(Findings(sentences(against)))
     if any(point.pair.depth for point in against.points):

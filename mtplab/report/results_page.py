@@ -178,7 +178,7 @@ def _setting_table(records: list[Record]) -> str:
         body.append((*lead, *map(human_bytes, sizes)))
     titles = (title[0].upper() + title[1:] for title, _ in told)
     head = ["Exclusions", "KV cache", *(["Temperature"] if several else []), *titles]
-    return html_table(head, body, "Bytes as deployed", left=2)
+    return html_table(head, body, "Bytes as deployed, target and draft together", left=2)
 
 
 def _failed_table(failed: Sequence[ResultRow]) -> str:

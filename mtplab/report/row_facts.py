@@ -6,6 +6,7 @@ Reads rows; knows no page and no file.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from datetime import UTC, datetime
 
 from mtplab.report.text import plain
 from mtplab.study.fields import fact_of
@@ -25,7 +26,7 @@ def row_facts(rows: Sequence[ResultRow]) -> dict[str, str]:
         "Prompts": _each(rows, lambda row: f"{row.prompt_set}: {row.n_prompts} × {row.max_new_tokens} tokens"),
         "Sampling": _each(rows, _sampling),
         "Measured by": _each(rows, _method),
-        "Measured": " to ".join(dict.fromkeys((dates[0], dates[-1]))) if dates else "",
+        "Measured": " to ".join(dict.fromkeys(map(_moment, (dates[0], dates[-1])))) if dates else "",
         "Commit": _each(rows, lambda row: _of(row, "commit")),
         "Versions": _each(rows, _versions),
         "Machine": _each(rows, _machine),
@@ -36,6 +37,14 @@ def row_facts(rows: Sequence[ResultRow]) -> dict[str, str]:
 def _of(row: ResultRow, *path: str) -> str:
     value = fact_of(row, *path)
     return "" if value is None else plain(value)[:120]
+
+
+def _moment(date: str) -> str:
+    """`2026-11-30 17:36:29 UTC`; what is no such date as it is."""
+    try:
+        return f"{datetime.fromisoformat(date).astimezone(UTC):%Y-%m-%d %H:%M:%S} UTC"
+    except ValueError:
+        return date
 
 
 def _each(rows: Iterable[ResultRow], read: Callable[[ResultRow], str]) -> str:

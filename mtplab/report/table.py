@@ -63,7 +63,7 @@ def html_table(
         scope = " scope=col" if tag == "th" else ""
         # styles stand in the cell, since a widget and an exported page bring different sheets
         sides = ["text-align:left" if at < left else "text-align:right;white-space:nowrap" for at in range(len(cells))]
-        styles = [f"{side};padding:3px 14px 3px 4px;line-height:1.4" for side in sides]
+        styles = [f"{side};padding:3px 10px 3px 4px;line-height:1.4" for side in sides]
         texts = ["<br>".join(map(escape, cell)) if isinstance(cell, tuple) else escape(cell) for cell in cells]
         return "".join(
             f'<{tag}{scope} style="{style}">{text}</{tag}>' for text, style in zip(texts, styles, strict=True)

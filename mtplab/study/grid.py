@@ -311,7 +311,7 @@ def _following(policy: str) -> str:
 def _check_caches(checkpoint: Any, policies: list[str], draft_policies: list[str] | None, drafts: bool) -> None:
     """Refuse policies that no run of this model could have, before anything runs. Raises ConfigError."""
     try:
-        config = parse_config(checkpoint.config)
+        config = parse_config(checkpoint.config, names=checkpoint.tensors)
     except CheckpointError:
         return  # what is no model of ours says so when it is loaded
     for policy in policies:

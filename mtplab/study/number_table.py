@@ -30,7 +30,7 @@ def number_table(head: Sequence[Cell], lines: Iterable[Sequence[Cell]], name: st
         sides = ["left" if at < left else "right" for at in range(len(cells))]
         texts = [escape(cell) if isinstance(cell, str) else "<br>".join(map(escape, cell)) for cell in cells]
         return "".join(
-            f'<{tag} style="text-align:{side};white-space:nowrap">{text}</{tag}>'
+            f'<{tag} style="text-align:{side};white-space:nowrap;padding:3px 8px 3px 3px">{text}</{tag}>'
             for side, text in zip(sides, texts, strict=True)
         )
 

@@ -8,7 +8,9 @@ import pytest
 
 import mtplab
 from mtplab.report.comparison_page import comparison_page
+from mtplab.report.page import Page
 from mtplab.report.results_page import results_page
+from mtplab.study.result import SweepResult
 from tests.browser.axe import findings
 from tests.browser.conftest import screenshot
 from tests.browser.test_report_page import Explorer
@@ -85,6 +87,29 @@ def test_lines_of_two_files_stand_side_by_side_in_the_explorer(visit, tmp_path):
     given = [json.loads(each.to_json()) for each in study]
     assert len(taken) == 2 * len(given) and all(taken.count(each) == 2 for each in given)
     contents = watched.page.get_by_role("navigation", name="Contents")
-    contents.get_by_text("new against old").click()
+    contents.get_by_text("What changed").click()
     assert watched.page.url.endswith("#against-1")
     assert watched.complaints() == []
+
+
+CUT = """() => [...document.querySelectorAll("main [role=region]")].filter((box) => box.scrollWidth > box.clientWidth)
+  .map((box) => `${box.getAttribute("aria-label")}: ${box.scrollWidth} in ${box.clientWidth}`)"""
+
+
+@pytest.mark.parametrize(("width", "depths"), [(1440, 9), (800, 7)])
+def test_no_table_of_a_usual_study_is_cut(visit, tmp_path, width, depths):
+    """Nine depths, KL of an int8 cache and perplexity fit a desktop's page, seven a narrow one's; more is scrolled."""
+    judged = {"kl": 0.0000108, "kl_error": 0.0000019, "top1_agreement": 0.996, "perplexity": 20.3}
+    judged |= {"reference_perplexity": 20.3, "quality_text": "own:1"}
+    study = rows(depths=range(depths), policies=("none", "int8", "fp8_e4m3"))
+    study = [each.model_copy(update=judged) for each in study]
+    page = Page("Tables")
+    page.show(SweepResult(study))
+    path = tmp_path / "page.html"
+    for text in (page.render(""), results_page(study, "x")):
+        path.write_text(text, encoding="utf-8")
+        watched = visit(width=width)
+        watched.page.goto(path.as_uri())
+        assert watched.page.locator("main [role=region]").count() >= 1 and watched.page.evaluate(CUT) == []
+        watched.page.evaluate("document.querySelector('main [role=region] table').style.minWidth = '3000px'")
+        assert len(watched.page.evaluate(CUT)) == 1, "what is cut is found"

@@ -47,8 +47,11 @@ class _Sizes:
         return value
 
     def kinds(self, count: int) -> list[str]:
-        """`layer_types`, one a layer."""
+        """`layer_types`, one a layer; Qwen3-Next says at which interval attention stands instead."""
         given = self._text.get("layer_types")
+        if given is None and "full_attention_interval" in self._text:
+            every = self.full_attention_interval
+            return ["linear_attention" if (i + 1) % every else "full_attention" for i in range(count)]
         if not isinstance(given, list) or len(given) != count:
             raise _Unsaid("layer_types")
         return [str(kind) for kind in given]
@@ -117,19 +120,38 @@ def _mimo(c: _Sizes, heads: int) -> Named:
 def _qwen3_5(c: _Sizes, heads: int) -> Named:
     gated = c.flag("attn_output_gate") or "attn_output_gate" not in c._text
 
-    def feed(at: str) -> Named:
+    def feed(at: str, number: int) -> Named:
         return _mixture(c, at) if "num_experts" in c._text else _mlp(at, c.hidden_size, c.intermediate_size)
 
+    yield from _hybrid(c, heads, gated, feed, ("qkv", "z", "b", "a"))
+
+
+def _qwen3_next(c: _Sizes, heads: int) -> Named:
+    without = c._text.get("mlp_only_layers") or []
+    every = c.count("decoder_sparse_step") or 1
+
+    def feed(at: str, number: int) -> Named:
+        if number in without or (number + 1) % every:
+            return _mlp(at, c.hidden_size, c.intermediate_size)
+        return _mixture(c, at)
+
+    yield from _hybrid(c, heads, True, feed, ("qkvz", "ba"))
+
+
+def _hybrid(
+    c: _Sizes, heads: int, gated: bool, feed: Callable[[str, int], Named], projections: tuple[str, ...]
+) -> Named:
+    """Layers of the gated delta rule and of attention, each with `feed(prefix, number)`, and a head of the latter."""
     yield "model.norm", (c.hidden_size,)
     for i, kind in enumerate(c.kinds(c.num_hidden_layers)):
         at = f"model.layers.{i}"
         yield from _norms(c, at)
-        yield from feed(f"{at}.mlp")
+        yield from feed(f"{at}.mlp", i)
         if kind == "full_attention":
             yield from _attention(c, f"{at}.self_attn", gated)
             yield from _head_norms(c, f"{at}.self_attn")
         elif kind == "linear_attention":
-            yield from _gated_delta(c, f"{at}.linear_attn")
+            yield from _gated_delta(c, f"{at}.linear_attn", projections)
     if heads:
         yield "mtp.fc", (c.hidden_size, 2 * c.hidden_size)
         for name in ("norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden"):
@@ -138,7 +160,7 @@ def _qwen3_5(c: _Sizes, heads: int) -> Named:
         yield from _norms(c, f"mtp.layers.{i}")
         yield from _attention(c, f"mtp.layers.{i}.self_attn", gated)
         yield from _head_norms(c, f"mtp.layers.{i}.self_attn")
-        yield from feed(f"mtp.layers.{i}.mlp")
+        yield from feed(f"mtp.layers.{i}.mlp", i)
 
 
 def _head_norms(c: _Sizes, at: str) -> Named:
@@ -146,13 +168,12 @@ def _head_norms(c: _Sizes, at: str) -> Named:
         yield f"{at}.{name}", (c.head,)
 
 
-def _gated_delta(c: _Sizes, at: str) -> Named:
+def _gated_delta(c: _Sizes, at: str, projections: tuple[str, ...]) -> Named:
     keys = c.linear_num_key_heads * c.linear_key_head_dim
     values = c.linear_num_value_heads * c.linear_value_head_dim
-    yield f"{at}.in_proj_qkv", (2 * keys + values, c.hidden_size)
-    yield f"{at}.in_proj_z", (values, c.hidden_size)
-    for name in ("in_proj_a", "in_proj_b"):
-        yield f"{at}.{name}", (c.linear_num_value_heads, c.hidden_size)
+    rows = {"q": keys, "k": keys, "v": values, "z": values} | dict.fromkeys("ba", c.linear_num_value_heads)
+    for name in projections:
+        yield f"{at}.in_proj_{name}", (sum(rows[part] for part in name), c.hidden_size)
     yield f"{at}.out_proj", (c.hidden_size, values)
     yield f"{at}.conv1d", (2 * keys + values, 1, c.linear_conv_kernel_dim)
     yield f"{at}.norm", (c.linear_value_head_dim,)
@@ -160,19 +181,31 @@ def _gated_delta(c: _Sizes, at: str) -> Named:
 
 def _deepseek(c: _Sizes, heads: int) -> Named:
     yield "model.norm", (c.hidden_size,)
-    rope, nope, nh = c.qk_rope_head_dim, c.qk_nope_head_dim, c.num_attention_heads
+    dense = min(c.count("first_k_dense_replace"), c.num_hidden_layers)
     for i in range(c.num_hidden_layers + heads):
         at = f"model.layers.{i}"
         yield from _norms(c, at)
-        yield f"{at}.self_attn.q_a_proj", (c.q_lora_rank, c.hidden_size)
-        yield f"{at}.self_attn.q_a_layernorm", (c.q_lora_rank,)
-        yield f"{at}.self_attn.q_b_proj", (nh * (nope + rope), c.q_lora_rank)
-        yield f"{at}.self_attn.kv_a_proj_with_mqa", (c.kv_lora_rank + rope, c.hidden_size)
-        yield f"{at}.self_attn.kv_a_layernorm", (c.kv_lora_rank,)
-        yield f"{at}.self_attn.kv_b_proj", (nh * (nope + c.v_head_dim), c.kv_lora_rank)
-        yield f"{at}.self_attn.o_proj", (c.hidden_size, nh * c.v_head_dim)
+        yield from _latent_attention(c, f"{at}.self_attn")
+        if i < dense:
+            yield from _mlp(f"{at}.mlp", c.hidden_size, c.intermediate_size)
+        else:
+            yield from _shared_and_routed(c, f"{at}.mlp")
         if i >= c.num_hidden_layers:
             yield from _behind_head(c, at)
+
+
+def _latent_attention(c: _Sizes, at: str) -> Named:
+    rope, nope, nh = c.qk_rope_head_dim, c.qk_nope_head_dim, c.num_attention_heads
+    if c.count("q_lora_rank"):
+        yield f"{at}.q_a_proj", (c.q_lora_rank, c.hidden_size)
+        yield f"{at}.q_a_layernorm", (c.q_lora_rank,)
+        yield f"{at}.q_b_proj", (nh * (nope + rope), c.q_lora_rank)
+    else:
+        yield f"{at}.q_proj", (nh * (nope + rope), c.hidden_size)
+    yield f"{at}.kv_a_proj_with_mqa", (c.kv_lora_rank + rope, c.hidden_size)
+    yield f"{at}.kv_a_layernorm", (c.kv_lora_rank,)
+    yield f"{at}.kv_b_proj", (nh * (nope + c.v_head_dim), c.kv_lora_rank)
+    yield f"{at}.o_proj", (c.hidden_size, nh * c.v_head_dim)
 
 
 def _glm4_moe(c: _Sizes, heads: int) -> Named:
@@ -248,6 +281,7 @@ _FAMILIES: dict[str, Callable[[_Sizes, int], Named]] = {
     "qwen3_5_text": _qwen3_5,
     "qwen3_5_moe": _qwen3_5,
     "qwen3_5_moe_text": _qwen3_5,
+    "qwen3_next": _qwen3_next,
     "deepseek_v3": _deepseek,
     "glm4_moe": _glm4_moe,
     "step3p5": _step,

@@ -20,6 +20,7 @@ __all__ = ["Head", "find_head"]
 
 
 _EXPERT = re.compile(r"experts\.[0-9]{1,6}\.")
+_MLP = {f"mlp.{part}_proj" for part in ("gate", "up", "down")}
 _TARGET = re.compile(r"(?:model\.)?layers\.([0-9]{1,4})\.(.+)")  # DeepSeek-V4 names its own without a root
 
 
@@ -171,8 +172,11 @@ def _missing_in_blocks(
 def _believed(missing: set[str], extra: set[str]) -> set[str]:
     """What a block lacks of the target's names, less what it has under names of its own.
 
-    Heads name norms their own way (MiMo-V2), and stack experts that the target has one by one, or the other way round.
+    Heads name norms their own way (MiMo-V2), and stack experts that the target has one by one, or the other way round;
+    or they have an MLP where the target's layers have experts.
     """
+    if extra >= _MLP:
+        missing = {name for name in missing if not name.startswith("mlp.")}
     if any("experts." in name or name.endswith("experts") for name in extra):
         missing = {name for name in missing if "experts." not in name}
     if any("norm" in name for name in extra - FUSION_NORMS):

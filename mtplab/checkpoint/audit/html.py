@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from mtplab.checkpoint.audit.text import MODULE_COLUMNS, module_rows, size_rows, title, verdict
 from mtplab.checkpoint.lenses.looks import COLUMNS
-from mtplab.checkpoint.text_table import html_table, printable, scrolling
+from mtplab.checkpoint.text_table import folder_name, html_table, printable, scrolling
 
 if TYPE_CHECKING:
     from mtplab.checkpoint.audit.audit import Audit
@@ -28,8 +28,9 @@ def as_html(audit: Audit) -> str:
     modules = module_rows(audit)
     more = f"<p>{len(modules) - MAX_ROWS} modules more are not shown</p>" if len(modules) > MAX_ROWS else ""
     table = html_table(MODULE_COLUMNS, modules[:MAX_ROWS], ("bytes",), caption="Modules, and the rule that decided")
+    named = escape(title(audit, folder_name(audit.path)))
     return (
-        f'<div class="mtplab-audit"><p><strong>{escape(title(audit))}</strong><br>{escape(verdict(audit))}</p>'
+        f'<div class="mtplab-audit"><p><strong>{named}</strong><br>{escape(verdict(audit))}</p>'
         f"{findings_html(audit.findings)}{engines_html(audit)}{sizes}{head}"
         f"<details><summary>{len(modules)} modules</summary>"
         f"{scrolling(table + more, 'Modules', '32em')}</details></div>"

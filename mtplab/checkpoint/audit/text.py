@@ -20,12 +20,12 @@ MODULE_COLUMNS = ("module", "part", "shape", "stored", "scale", "bytes", "rule")
 _MAX_NAMES = 6
 
 
-def title(audit: Audit) -> str:
-    """One line: what kind of checkpoint it is and how large."""
+def title(audit: Audit, name: str | None = None) -> str:
+    """One line: what kind of checkpoint it is and how large; called by its path unless `name` is given."""
     total = sum(sum(row.values()) for row in audit.bytes_by_part.values())
     files = f"{audit.files} file{'s' if audit.files != 1 else ''}"
     what = "not quantised" if audit.method == "none" else f"quant_method {printable(audit.method)}"
-    return f"{printable(audit.path, 400)}: {what}, {audit.tensors:,} tensors in {files}, {as_bytes(total)}"
+    return f"{printable(name or audit.path, 400)}: {what}, {audit.tensors:,} tensors in {files}, {as_bytes(total)}"
 
 
 def verdict(audit: Audit) -> str:

@@ -8,40 +8,54 @@ issue 52688); here each draft has its own (`head.py`).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from mtplab.checkpoint.draft_layouts import QWEN
 from mtplab.models.families.family import Family, Sizes
 from mtplab.models.fields import Fields
-from mtplab.models.spec import AttentionSpec, DeltaSpec, DenseSpec, LayerSpec, MixtureNames, MixtureSpec, Rotary
+from mtplab.models.spec import (
+    AttentionSpec,
+    DeltaSpec,
+    DenseSpec,
+    Feed,
+    LayerSpec,
+    MixtureNames,
+    MixtureSpec,
+    Rotary,
+)
 
-__all__ = ["FAMILY", "read_sizes"]
+__all__ = ["FAMILY", "hybrid", "read_experts"]
 
 _DENSE = ("qwen3_5_text", "qwen3_5")
 _MIXTURES = ("qwen3_5_moe_text", "qwen3_5_moe")
 _VARIANT = "a variant mtplab lacks"
 
 
-def read_sizes(fields: Fields, mixture: bool | None = None) -> Sizes:
-    """The layers that a config asks for; `mixture` None: as its model_type says."""
+def _read(fields: Fields) -> Sizes:
+    mixture = fields.text.get("model_type", fields.whole.get("model_type")) in _MIXTURES
+    feed = read_experts(fields) if mixture else DenseSpec(fields.number("intermediate_size"))
+    fields.must_be("attn_output_gate", True, _VARIANT)
+    fields.must_be("mtp_use_dedicated_embeddings", False, _VARIANT)
     layers = fields.number("num_hidden_layers", top=10_000)
+    return hybrid(fields, [feed] * layers, [feed] * fields.head_layers("mtp_num_hidden_layers"))
+
+
+def hybrid(fields: Fields, feeds: Sequence[Feed], head_feeds: Sequence[Feed], interleaved: bool = False) -> Sizes:
+    """Layers of the gated delta rule and of gated attention with these feeds, and a head of the latter; `interleaved`
+    as `DeltaSpec` has it."""
+    layers = len(feeds)
     kinds = fields.kinds("layer_types", layers, ("linear_attention", "full_attention"))
     if kinds is None:
         interval = fields.number("full_attention_interval", 4)
         kinds = ["linear_attention" if (i + 1) % interval else "full_attention" for i in range(layers)]
     if fields.text.get("attention_bias"):
-        raise fields.wrong("attention_bias", "false: Qwen3.5 has no attention biases, found a variant")
+        raise fields.wrong("attention_bias", "false: published models have no attention biases, found a variant")
     fields.must_be("hidden_act", "silu", "the experts' and the MLP's activation")
-    fields.must_be("attn_output_gate", True, _VARIANT)
-    fields.must_be("mtp_use_dedicated_embeddings", False, _VARIANT)
-    attention, delta = _attention(fields), _delta(fields)
-    if mixture is None:
-        mixture = fields.text.get("model_type", fields.whole.get("model_type")) in _MIXTURES
-    feed = _mixture(fields) if mixture else DenseSpec(fields.number("intermediate_size"))
-    heads = fields.head_layers("mtp_num_hidden_layers")
+    attention, delta = _attention(fields), _delta(fields, interleaved)
+    mixers = [attention if kind == "full_attention" else delta for kind in kinds]
     return Sizes(
-        layers=tuple(
-            LayerSpec(i, attention if kind == "full_attention" else delta, feed) for i, kind in enumerate(kinds)
-        ),
-        draft_layers=tuple(LayerSpec(i, attention, feed) for i in range(heads)),
+        layers=tuple(map(LayerSpec, range(layers), mixers, feeds)),
+        draft_layers=tuple(LayerSpec(i, attention, feed) for i, feed in enumerate(head_feeds)),
         one_plus_norms=True,
     )
 
@@ -56,7 +70,7 @@ def _attention(fields: Fields) -> AttentionSpec:
     return AttentionSpec(heads, kv_heads, head_dim, rotary, norms=True, gated=True)
 
 
-def _delta(fields: Fields) -> DeltaSpec:
+def _delta(fields: Fields, interleaved: bool) -> DeltaSpec:
     k_heads, v_heads = fields.number("linear_num_key_heads"), fields.number("linear_num_value_heads")
     fields.multiples(("linear_num_value_heads", v_heads, k_heads))
     return DeltaSpec(
@@ -65,10 +79,12 @@ def _delta(fields: Fields) -> DeltaSpec:
         fields.number("linear_key_head_dim"),
         fields.number("linear_value_head_dim"),
         fields.number("linear_conv_kernel_dim", 4),
+        interleaved,
     )
 
 
-def _mixture(fields: Fields) -> MixtureSpec:
+def read_experts(fields: Fields) -> MixtureSpec:
+    """Experts by softmax, and one that every token goes through by a gate of its own."""
     found = MixtureSpec(
         count=fields.number("num_experts", top=65536),
         top_k=fields.number("num_experts_per_tok"),
@@ -86,7 +102,7 @@ FAMILY = Family(
     name="Qwen3.5, 3.6, 3.8",
     model_types=(*_DENSE, *_MIXTURES),
     layout=QWEN,
-    read=read_sizes,
+    read=_read,
     target="gated delta rule and gated attention; dense, or experts with a shared one",
     head="one layer of attention",
     oracle="transformers; vLLM and llama.cpp for counts",

@@ -49,7 +49,9 @@ def bound(
     check_policy(model.config, policy, part)
     if not any(side.scales for side in policy.sides):
         return policy
-    sides = [_of_side(model, policy, part, which, calibration, hidden) for which in (0, 1)]
+    # a row that is key and value at once has one scale, K's
+    second = 0 if model.config.one_row else 1
+    sides = [_of_side(model, policy, part, which, calibration, hidden) for which in (0, second)]
     layers = {layer for side in sides for layer in side}
     return policy.with_scales({layer: (sides[0].get(layer), sides[1].get(layer)) for layer in layers})
 
@@ -75,7 +77,7 @@ def _of_side(model, policy: QuantPolicy, part: str, which: int, texts, hidden: S
 
 
 def _largest(model: Model, part: str, texts: Sequence[Sequence[int]], hidden: Stages) -> dict[int, Tensor]:
-    """The largest |K| and |V| of each head by layer, [2, h_kv] float32."""
+    """The largest |K| and |V| of each head by layer, [sides, h_kv] float32."""
     key = (tuple(map(tuple, texts)), hidden)
     seen = _SEEN.setdefault(model, {})
     if key not in seen:

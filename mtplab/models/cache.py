@@ -63,11 +63,12 @@ class _Part:
 class KVCache:
     """Keys and values of one attention layer, stored as the policy says and read back before they are attended.
 
-    Codes [2, b, h_kv, capacity, d'] hold K and V where both are stored alike, else each has a tensor of its own
-    (`parts`); where rows have numbers of their own (scale and zero, norms), meta [.., m] in the checkpoint's dtype lies
-    beside them. Where codes are not what attention reads, a copy as read back is kept beside them, so that a slot is
-    decoded once, when written, and not at every later step; memory accounts count the codes. Kernels read the codes:
-    there the copy is only held while a prompt of several segments is read (`holding_values`).
+    Codes [sides, b, h_kv, capacity, d'] hold K and V where both are stored alike, else each has a tensor of its own
+    (`parts`); where one row is both (`CacheRows.sides` 1) it is stored once, as K is. Where rows have numbers of their
+    own (scale and zero, norms), meta [.., m] in the checkpoint's dtype lies beside them. Where codes are not what
+    attention reads, a copy as read back is kept beside them, so that a slot is decoded once, when written, and not at
+    every later step; memory accounts count the codes. Kernels read the codes: there the copy is only held while a
+    prompt of several segments is read (`holding_values`).
     """
 
     def __init__(
@@ -91,7 +92,7 @@ class KVCache:
         self.factors = [1.0 if scale is None or scale.numel() > 1 else float(scale) for scale in scales]
         alike = policy.one_storage
         self.parts: list[_Part] = []
-        for storage, scale in _stored(policy, scales, device):
+        for storage, scale in _stored(policy, scales[: rows.sides], device):
             codec = codec_of(storage, scale)
             shape = (rows.sides if alike else 1, batch, rows.heads, capacity)
             codes = torch.zeros(*shape, codec.code_shape(rows.dim), dtype=codec.code_dtype(dtype), device=device)
@@ -104,13 +105,13 @@ class KVCache:
 
     @property
     def codes(self) -> Tensor:
-        """[2, b, h_kv, capacity, d'], where K and V are stored alike."""
+        """[sides, b, h_kv, capacity, d'], where K and V are stored alike."""
         assert len(self.parts) == 1, "K and V are stored apart"
         return self.parts[0].codes
 
     @property
     def meta(self) -> Tensor | None:
-        """[2, b, h_kv, capacity, m], where K and V are stored alike and rows have numbers of their own."""
+        """[sides, b, h_kv, capacity, m], where K and V are stored alike and rows have numbers of their own."""
         assert len(self.parts) == 1, "K and V are stored apart"
         return self.parts[0].meta
 
@@ -120,7 +121,7 @@ class KVCache:
         return self.parts[0].codes.shape[3]
 
     def write(self, slots: Tensor, rows: Tensor) -> None:
-        """Store rows [2·r, d] (K first, then V; the head fastest) at flat slots [2·r] (see `slot_index`)."""
+        """Store rows [sides·r, d] (K first, then V; the head fastest) at flat slots [sides·r] (see `slot_index`)."""
         share = rows.shape[0] // len(self.parts)
         for index, part in enumerate(self.parts):
             mine = slice(index * share, (index + 1) * share)
@@ -135,11 +136,13 @@ class KVCache:
                 _flat(self.values).index_copy_(0, slots[mine], back.reshape(share, -1))
 
     def read(self, length: int) -> tuple[Tensor, Tensor]:
-        """K and V [b, h_kv, length, d] of the first `length` slots, as stored."""
+        """K and V [b, h_kv, length, d] of the first `length` slots, as stored: the same tensor twice where one row is
+        both."""
         if self.values is not None:
-            return self.values[0, : self.live, :, :length], self.values[1, : self.live, :, :length]
-        keys, values = (rows for part in self.parts for rows in part.decode(self.live, length, self.dtype))
-        return keys, values
+            found = list(self.values[:, : self.live, :, :length])
+        else:
+            found = [rows for part in self.parts for rows in part.decode(self.live, length, self.dtype)]
+        return found[0], found[-1]
 
     @contextmanager
     def holding_values(self) -> Iterator[None]:
@@ -154,7 +157,7 @@ class KVCache:
                 self.values = None
 
     def empty_values(self) -> Tensor:
-        """Memory for every slot as read back [2, b, h_kv, capacity, d]."""
+        """Memory for every slot as read back [sides, b, h_kv, capacity, d]."""
         codes = self.parts[0].codes
         return torch.zeros(self.rows.sides, *codes.shape[1:4], self.rows.dim, dtype=self.dtype, device=codes.device)
 
@@ -237,7 +240,7 @@ def slot_base(batch: int, kv_heads: int, capacity: int, device: torch.device, si
 
 
 def slot_index(positions: Tensor, base: Tensor) -> Tensor:
-    """Flat indices [2·b·t·h_kv] into a cache, for K and then V rows in (b, t, h) order.
+    """Flat indices [sides·b·t·h_kv] into a cache, for K and then V rows in (b, t, h) order.
 
     positions [b, t] int64: the slot of each token; base: `slot_base` of the cache's shape.
     """

@@ -25,7 +25,7 @@ def check_cache(checkpoint: Checkpoint, config: ModelConfig, policy: QuantPolicy
     """`check_policy`, and that the file has the scales which the policy takes from it. Raises ConfigError, or
     CheckpointError for two scales of one cache."""
     check_policy(config, policy, part)
-    for which, side in enumerate(policy.sides):
+    for which, side in enumerate(policy.sides[:1] if config.one_row else policy.sides):
         if side.scales == "checkpoint":
             scale_names(checkpoint, config, policy, part, which)
 
@@ -33,6 +33,11 @@ def check_cache(checkpoint: Checkpoint, config: ModelConfig, policy: QuantPolicy
 def check_policy(config: ModelConfig, policy: QuantPolicy, part: str = "target") -> None:
     """Raises ConfigError where such a model's cache cannot be kept so, of the "target" or the "draft"."""
     layers = config.layers if part == "target" else config.draft_layers
+    if config.one_row and policy.k != policy.v:
+        raise ConfigError(
+            f"quant_policy {policy.name} stores K and V differently, but this model's cache keeps one row of a token "
+            "that is both (multi-head latent attention); use int8, int4, fp8_e4m3, fp8_e5m2 or none"
+        )
     for dim in sorted({each.rows.dim for each in layers if each.rows is not None}):
         for side in policy.sides:
             side.storage.check_head_dim(dim)

@@ -79,6 +79,8 @@ def _held(module: ModulePlan, device: str, dtype: str, packs: bool) -> tuple[str
         return "float32", 8 * count  # the weight, and times √n (`models/norm.py`)
     if module.kind == "other" and len(module.shape) < 2:
         return "float32", 4 * count
+    if module.name.endswith(".kv_b_proj"):  # values, on a GPU too (`quant/headwise.py`)
+        return dtype, size * count
     if module.weight == "fp8" and not device.startswith("cpu"):
         scales = math.prod(-(-n // block) for n, block in zip(module.shape, module.block or (), strict=True))
         return "FP8 and float32 scales", count + 4 * scales

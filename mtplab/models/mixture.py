@@ -9,11 +9,13 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from mtplab.kernels.gemm_grouped import route
 from mtplab.models.layers import MLP
 from mtplab.models.part import Part, Swap, SwapExperts
+from mtplab.models.rows import EXACT_ROWS
 from mtplab.models.spec import MixtureSpec
 from mtplab.quant.experts import Experts
 from mtplab.quant.linear import PackedLinear
@@ -59,11 +61,13 @@ class Mixture(Part):
         if c.scores == "softmax":
             weights, chosen = logits.softmax(-1).topk(c.top_k, dim=-1)
         else:
-            scores = logits.sigmoid()
+            # whole vectors: of a count that is none, the last ones would be computed otherwise (`models/rows.py`)
+            scores = F.pad(logits, (0, -c.count % EXACT_ROWS)).sigmoid_()[:, : c.count]
             chosen = self._in_groups(scores + self.bias).topk(c.top_k, dim=-1).indices
             weights = scores.gather(-1, chosen)
         if c.normalised:
-            weights = weights / weights.sum(-1, keepdim=True)
+            # sigmoids may all be zero; of a softmax's sum so little changes nothing
+            weights = weights / weights.sum(-1, keepdim=True).add_(1e-20)
         return weights * c.factor if c.factor != 1.0 else weights, chosen
 
     def _in_groups(self, scores: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ from mtplab.models.head import DraftModule, Head
 from mtplab.models.layers import DecoderLayer
 from mtplab.models.model import Model
 from mtplab.models.norm import RMSNorm
-from mtplab.models.spec import MixtureSpec
+from mtplab.models.spec import MixtureSpec, MlaSpec
 from mtplab.models.variant import exchanged
 from mtplab.quant.experts import Experts
 from mtplab.quant.linear import PackedLinear
@@ -122,6 +122,11 @@ def probed(model: Model, quantised: Model) -> tuple[Target, Head | None, Recorde
     Passes must be those that read a prompt, with exact=False and a cache that is not quantised: the others work in
     place. A module read twice in one backward pass (a head's, at two depths) adds up.
     """
+    if any(isinstance(layer.mixer, MlaSpec) for layer in (*model.config.layers, *model.config.draft_layers)):
+        raise ConfigError(
+            "latent attention has no estimate from gradients here, for kv_b_proj multiplies no row: measure its "
+            "modules, without --estimate or with_estimate"
+        )
     recorder = Recorder()
     pairs = dict(zip(map(id, _linears(model)), _linears(quantised), strict=True))
 

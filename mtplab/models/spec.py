@@ -18,7 +18,10 @@ __all__ = [
     "DenseSpec",
     "Geometry",
     "LayerSpec",
+    "Llama3",
+    "MixtureNames",
     "MixtureSpec",
+    "MlaSpec",
     "ModelConfig",
     "Rotary",
     "Yarn",
@@ -40,13 +43,25 @@ class Yarn:
 
 
 @dataclass(frozen=True)
+class Llama3:
+    """Llama 3.1's frequencies for contexts `factor` times the `original` one: those that turn more than `high` times in
+    it stay, those that turn less than `low` times are divided by `factor`, and a ramp lies between."""
+
+    factor: float
+    original: int
+    low: float
+    high: float
+    attention: float = 1.0  # what cos and sin are multiplied by, as YaRN's
+
+
+@dataclass(frozen=True)
 class Rotary:
     """Rotation of `dim` features of a head: the first half of them paired with the second or, `interleaved`, each even
     one with the next."""
 
     dim: int
     theta: float
-    scaling: Yarn | None = None
+    scaling: Yarn | Llama3 | None = None
     interleaved: bool = False
 
 
@@ -72,7 +87,8 @@ class Geometry:
 @dataclass(frozen=True)
 class AttentionSpec:
     """Grouped-query attention. `norms`: whether each head's q and k pass an RMSNorm. `gated`: the output is multiplied
-    by sigmoid(gate), and q_proj holds each head's gate beside its query. `bias`: of q, k and v."""
+    by sigmoid(gate), and q_proj holds each head's gate beside its query. `head_gated`: by one sigmoid for each head, of
+    g_proj's. `bias`: of q, k and v."""
 
     heads: int
     kv_heads: int
@@ -80,6 +96,7 @@ class AttentionSpec:
     rotary: Rotary
     norms: bool = False
     gated: bool = False
+    head_gated: bool = False
     bias: bool = False
     window: int | None = None
 
@@ -92,6 +109,39 @@ class AttentionSpec:
     def geometry(self) -> Geometry:
         """What it needs of a pass."""
         return Geometry(self.rotary, self.rows, self.heads // self.kv_heads, self.window)
+
+
+@dataclass(frozen=True)
+class MlaSpec:
+    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1): keys and values of every head are
+    linear in one row of `kv_rank` features a token, beside which the key has `rotary.dim` that turn, one for all heads.
+    That row is what the cache keeps. A head's query has `nope_dim` features that do not turn and the turning ones;
+    `q_rank`: what queries are made from is so wide, None for the hidden state itself. `scale`: of the scores."""
+
+    heads: int
+    q_rank: int | None
+    kv_rank: int
+    nope_dim: int
+    v_dim: int
+    rotary: Rotary
+    scale: float
+    # of the norms of queries and rows: DeepSeek's code and transformers' leave it so whatever rms_norm_eps says
+    norm_eps: float = 1e-6
+
+    @property
+    def q_dim(self) -> int:
+        """Features of a head's query."""
+        return self.nope_dim + self.rotary.dim
+
+    @property
+    def rows(self) -> CacheRows:
+        """What its cache keeps of a token: the row, which is key and value at once."""
+        return CacheRows(1, self.kv_rank + self.rotary.dim, sides=1)
+
+    @property
+    def geometry(self) -> Geometry:
+        """What it needs of a pass."""
+        return Geometry(self.rotary, self.rows, self.heads)
 
 
 @dataclass(frozen=True)
@@ -137,9 +187,27 @@ class DeltaSpec:
 
 @dataclass(frozen=True)
 class DenseSpec:
-    """A gated MLP of `size` inner features."""
+    """A gated MLP of `size` inner features, clamped to `limit` (`quant/gating.py`) where it has one."""
 
     size: int
+    limit: float | None = None
+
+
+@dataclass(frozen=True)
+class MixtureNames:
+    """What names on disk call a mixture's parts, within their layer. Experts lie one by one, `{experts}.{e}.gate_proj`
+    and so on, or stacked in tensors of `stacks`."""
+
+    router: str = "mlp.gate"
+    bias: str = "mlp.gate.e_score_correction_bias"
+    experts: str = "mlp.experts"
+    stacks: tuple[str, ...] = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
+    shared: str = "mlp.shared_experts"
+    shared_gate: str = "mlp.shared_expert_gate"
+
+    def layer_of(self, module: str) -> str:
+        """The layer that one of its experts' modules is of, with its dot."""
+        return module.partition(f".{self.experts.partition('.')[0]}.")[0] + "."
 
 
 @dataclass(frozen=True)
@@ -149,7 +217,8 @@ class MixtureSpec:
     `scores`: "softmax" over the experts, or "sigmoid" of each; the `top_k` largest are taken, of sigmoids after a bias
     is added that chooses but does not weigh. With `groups` > 1 only experts of the `top_groups` groups whose two best
     sum highest are looked at. Weights are made to sum to 1 where `normalised`, then multiplied by `factor`.
-    `shared_size` 0 for none; `shared_gated`: the shared one is multiplied by a sigmoid of its own.
+    `shared_size` 0 for none; `shared_gated`: the shared one is multiplied by a sigmoid of its own. `limit` and
+    `shared_limit` clamp the routed ones and the shared one (`quant/gating.py`).
     """
 
     count: int
@@ -162,10 +231,12 @@ class MixtureSpec:
     groups: int = 1
     top_groups: int = 1
     shared_gated: bool = False
-    shared: str = "shared_experts"  # what names on disk call the shared one
+    limit: float | None = None
+    shared_limit: float | None = None
+    names: MixtureNames = MixtureNames()
 
 
-Mixer = AttentionSpec | DeltaSpec
+Mixer = AttentionSpec | MlaSpec | DeltaSpec
 Feed = DenseSpec | MixtureSpec
 
 
@@ -220,6 +291,11 @@ class ModelConfig:
         """Those of the target's and the head's attention layers, each once."""
         mixers = (layer.mixer for layer in (*self.layers, *self.draft_layers))
         return tuple(dict.fromkeys(mixer.geometry for mixer in mixers if not isinstance(mixer, DeltaSpec)))
+
+    @property
+    def one_row(self) -> bool:
+        """Whether a cache keeps one row of a token that is key and value at once."""
+        return any(geometry.rows.sides == 1 for geometry in self.geometries)
 
     @property
     def deltas(self) -> list[DeltaSpec]:

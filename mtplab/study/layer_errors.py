@@ -20,6 +20,7 @@ from mtplab.decode.threads import model_threads, on_device, running_with
 from mtplab.errors import ConfigError
 from mtplab.models import Model
 from mtplab.models.variant import exchanged
+from mtplab.quant.headwise import HeadwiseLinear
 from mtplab.quant.linear import PackedLinear
 from mtplab.quant.policy import resolve_policy
 from mtplab.study.number_table import number_lines, number_table
@@ -147,6 +148,25 @@ class _Both(PackedLinear):
         return self._plain.weights()
 
 
+class _BothHeadwise(HeadwiseLinear):
+    """Likewise, of one that is multiplied head by head: what both of its halves make."""
+
+    def __init__(self, plain: HeadwiseLinear, quantised: HeadwiseLinear, sums: _Sums):
+        self.names, self._plain, self._quantised, self._sums = plain.names, plain, quantised, sums
+
+    def through_keys(self, q: Tensor) -> Tensor:
+        """q [m, h, dk] → [m, h, r]."""
+        return self._noted(self._plain.through_keys(q), self._quantised.through_keys(q))
+
+    def through_values(self, mixed: Tensor) -> Tensor:
+        """mixed [m, h, r] → [m, h, dv]."""
+        return self._noted(self._plain.through_values(mixed), self._quantised.through_values(mixed))
+
+    def _noted(self, mine: Tensor, its: Tensor) -> Tensor:
+        self._sums.add(self.names[0], mine, its)
+        return mine
+
+
 class _BothExperts:
     """Likewise, a layer's experts together."""
 
@@ -198,9 +218,16 @@ class _Run:
         others = zip(_linears(plain), _linears(quantised), strict=True)
         pairs = {id(mine): its for mine, its in others}
         stacks = iter([mlp.experts for mlp in _mixtures(quantised)])
+
+        def both(packed: PackedLinear) -> PackedLinear:
+            if id(packed) not in pairs:
+                return packed
+            kind = _BothHeadwise if isinstance(packed, HeadwiseLinear) else _Both
+            return kind(packed, pairs[id(packed)], self.modules)
+
         self.target, self.draft = exchanged(
             plain,
-            lambda packed: _Both(packed, pairs[id(packed)], self.modules) if id(packed) in pairs else packed,
+            both,
             lambda experts, _: _BothExperts(experts, next(stacks), self.modules),
         )
 

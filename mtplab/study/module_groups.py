@@ -19,11 +19,11 @@ __all__ = ["GROUPINGS", "ModuleGroup", "module_groups", "never_fp8"]
 
 GROUPINGS = ("fused", "module", "kind", "layer", "part")
 
-# what vLLM, SGLang and TensorRT-LLM build as one module of Qwen3.5 and its like
+# what vLLM, SGLang and TensorRT-LLM build as one module of Qwen3.5 and its like, and of DeepSeek-V3
 _FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("in_proj_qkv", "in_proj_z"),
-          ("in_proj_b", "in_proj_a"))  # fmt: skip
-# what engines build in BF16 whatever a list says, by the end of its name: the vocabulary head, routers and gates
-_NEVER = ("lm_head", "mlp.gate", "shared_expert_gate")
+          ("in_proj_b", "in_proj_a"), ("q_a_proj", "kv_a_proj_with_mqa"))  # fmt: skip
+# what engines build in BF16 whatever a list says, by the end of its name: vocabulary heads, routers and gates
+_NEVER = ("lm_head", "shared_head.head", "mlp.gate", "shared_expert_gate")
 _FAMILY = {name: family for family in _FUSED for name in family}
 _EXPERT = re.compile(r"\bexperts\.[0-9]+\b")
 _LAYER = re.compile(r"(.*?\blayers\.)([0-9]+)\.")

@@ -121,6 +121,10 @@ class Fields:
         """A positive number of `rope`; the default where there is none, or 0."""
         return _number(self.file, rope, key, None, float) if rope.get(key) else default
 
+    def rope_flag(self, rope: dict[str, Any], key: str, default: bool) -> bool:
+        """true or false of `rope`; the default where there is none."""
+        return default if rope.get(key) is None else Fields(rope, self.file).flag(key, default)
+
     def llama3(self, rope: dict[str, Any]) -> Llama3:
         """Numbers of Llama 3.1's scaling, none of which has a default."""
         factor, low, high = (
@@ -147,7 +151,7 @@ class Fields:
             self.rope_number(rope, "beta_fast", 32.0),
             self.rope_number(rope, "beta_slow", 1.0),
             self.rope_number(rope, "attention_factor", attention),
-            rope.get("truncate", True) is not False,
+            self.rope_flag(rope, "truncate", True),
         )
 
     def turned(self, head_dim: int, share: float) -> int:

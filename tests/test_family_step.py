@@ -299,3 +299,18 @@ def test_a_module_for_each_draft_is_chained(pair):
     bare = dataclasses.replace(model, draft=dataclasses.replace(model.draft, chained=False))
     one, other = (trace(each, PROMPTS, 3, max_new_tokens=16) for each in (model, bare))
     assert one.outputs == other.outputs and np.nanmax(abs(one.top[:, 1:] - other.top[:, 1:])) > 1e-3
+
+
+def test_a_stack_that_is_kept_beside_single_experts(folder, tmp_path):
+    """A file written with one projection's stacks excluded lists them, and is read, each projection its own way."""
+    kept = ["published", "*.moe.down_proj"]
+    quantize_checkpoint(folder, tmp_path / "out", format="fp8-block", exclude=kept)
+    tensors = open_checkpoint(tmp_path / "out").tensors
+    assert "model.layers.3.moe.down_proj.weight" in tensors and "model.layers.3.moe.experts.0.up_proj.weight" in tensors
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert "model.layers.3.moe.down_proj" in config["quantization_config"]["modules_to_not_convert"]
+    runs = [
+        generate(each, PROMPTS, depth=4, max_new_tokens=12)
+        for each in (load_model(tmp_path / "out"), load_model(folder, model_format="fp8", exclude=kept))
+    ]
+    assert runs[0].tokens == runs[1].tokens and runs[0].rounds == runs[1].rounds

@@ -35,6 +35,7 @@ from family_checks import (
 )
 from mtplab import CheckpointError, generate, load_model, open_checkpoint, quantize_checkpoint, trace
 from mtplab.checkpoint.draft_layouts import DEEPSEEK_V3, STEP
+from mtplab.study.checkpoint_sizes import sizes_of
 
 LAYERS, WINDOW = 5, 8
 # Step-3.5's file, text alone; one head layer, which drafts every step; nothing clamped; rotations alike, unscaled
@@ -233,6 +234,8 @@ def test_said_of_the_file(folder):
     check_audit(folder, "Step-3.5")
     check_memory(folder)
     check_memory(folder, model_format="fp8", exclude="none")
+    with pytest.raises(CheckpointError, match="attention of another size"):
+        sizes_of(open_checkpoint(folder))
 
 
 @pytest.mark.parametrize("lost", ["transformer.shared_head.norm", "eh_proj", "mlp.up_proj"])

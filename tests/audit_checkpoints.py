@@ -146,13 +146,12 @@ def _behind(inner: str, count: int, model: str, **head: str) -> Made:
     made.config["mtp_num_hidden_layers"] = None
     made.ends()
     for i in range(3 + count):
-        own = i >= 3
-        prefix = f"model.layers.{i}" + (f".{inner}" if own and inner else "")
-        if own:
-            made.norm(*(f"model.layers.{i}.{name}" for name in ("enorm", "hnorm", "shared_head.norm")))
-            made.linear(f"model.layers.{i}.eh_proj", H, 2 * H)
+        prefix = f"model.layers.{i}"
+        if i >= 3:
+            made.norm(*(f"{prefix}.{name}" for name in ("enorm", "hnorm", f"{inner}shared_head.norm")))
+            made.linear(f"{prefix}.eh_proj", H, 2 * H)
             for name, target in head.items():
-                made.tensors[f"model.layers.{i}.{name.replace('__', '.')}.weight"] = made.tensors[target].clone()
+                made.tensors[f"{prefix}.{name.replace('__', '.')}.weight"] = made.tensors[target].clone()
         if step:
             made.block(prefix, moe=0 < i < 3)
         else:
@@ -166,7 +165,7 @@ def _deepseek_v3() -> Made:
 
 
 def _step() -> Made:
-    return _behind("transformer", 3, "step3p5", shared_head__output="lm_head.weight")
+    return _behind("transformer.", 3, "step3p5", transformer__shared_head__output="lm_head.weight")
 
 
 def _mimo_7b() -> Made:

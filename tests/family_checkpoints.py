@@ -119,7 +119,10 @@ WIDE: dict[str, dict[str, Any]] = {
     "deepseek_v3": {"hidden_size": 256, "intermediate_size": 192, "moe_intermediate_size": 128, "q_lora_rank": 160},
     "glm4_moe": {"hidden_size": 256, "intermediate_size": 192, "moe_intermediate_size": 128, "head_dim": 64},
     "mimo": {"hidden_size": 256, "intermediate_size": 192, "head_dim": 128},
-    "step3p7": {"hidden_size": 256, "intermediate_size": 192, "moe_intermediate_size": 128, "head_dim": 64},
+    "step3p7": {
+        "hidden_size": 256, "intermediate_size": 192, "moe_intermediate_size": 128, "head_dim": 64,
+        "attention_other_setting": STEP_TEXT["attention_other_setting"] | {"head_dim": 64},
+    },
 }
 
 

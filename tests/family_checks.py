@@ -225,8 +225,8 @@ def check_drafts(model: Model, definition: Definition, depth: int = 3, count: in
 
 
 def check_transformers_drafts(model: Model, oracle: PreTrainedModel, count: int = 60, prompt_seed: int = 1) -> None:
-    """transformers' `generate(use_mtp=True)` and a run of as many drafts a round, neither masking position 0: the same
-    text, rounds and drafts."""
+    """transformers' `generate(use_mtp=True)` and a run of as many drafts a round, with its conventions (nothing masked
+    at position 0, hidden states after the norms, the target's output matrix): the same text, rounds and drafts."""
     oracle = ready_for_mtp(oracle)
     prompt = some_ids(9, prompt_seed)
     theirs, candidates = [], MTPCandidateGenerator.get_candidates
@@ -243,10 +243,12 @@ def check_transformers_drafts(model: Model, oracle: PreTrainedModel, count: int 
             torch.tensor([prompt]), use_mtp=True, max_new_tokens=count, do_sample=False, eos_token_id=None,
             pad_token_id=0,
         )  # fmt: skip
-    plain = dataclasses.replace(model, draft=dataclasses.replace(model.draft, first_masked=False))
+    modules = [dataclasses.replace(each, head=None) for each in model.draft.modules]
+    head = dataclasses.replace(model.draft, modules=modules, first_masked=False)
+    plain = dataclasses.replace(model, draft=head)
     depth = model.config.mtp_layers
-    settings = {"depth": depth, "max_new_tokens": count, "draft_hidden": "post_norm", "ignore_eos": True}
-    (tokens,), rounds = drafted(plain, [prompt], **settings)
+    stages = {"target_hidden": "post_norm", "draft_hidden": "post_norm"}
+    (tokens,), rounds = drafted(plain, [prompt], depth=depth, max_new_tokens=count, ignore_eos=True, **stages)
     assert tokens == out[0, len(prompt) :].tolist()
     mine = [(length, drafts) for _, length, drafts in rounds]
     # at the end transformers drafts no more than may still be emitted
@@ -359,7 +361,8 @@ def check_audit(folder: Path, layout: str) -> None:
     held = {module.name: normalised(module.name) for module in found.modules}
     read = {held[name.removesuffix(".weight")] for name in ckpt.tensors if name.endswith(".weight")}
     read -= {name for name in read if of_other_senses(name)}
-    shared = {name for name in read if name.endswith(("lm_head", ".embed_tokens", "shared_head.head"))}
+    ends = ("lm_head", ".embed_tokens", "shared_head.head", "shared_head.output")
+    shared = {name for name in read if name.endswith(ends)}
     assert read - shared == asked.keys() - {"model.embed_tokens"}
 
 

@@ -28,7 +28,7 @@ WHOLE = {
     "mimo-7b": ("MiMo-7B", 1, []),
     "mimo-v2": ("MiMo-V2", 3, []),
     "nemotron-3": ("Nemotron-3", 2, []),
-    "step-3.5": ("Step-3.5", 3, []),
+    "step-3.5": ("Step-3.5, 3.7", 3, []),
 }
 
 
@@ -72,7 +72,8 @@ LACKING = [
     ("nemotron-3", ["mtp.layers.0.eh_proj"], ["mtp.layers.0.eh_proj"]),
     ("nemotron-3", ["mtp.layers.1.final_layernorm"], ["mtp.layers.1.final_layernorm"]),
     ("step-3.5", ["model.layers.4.hnorm"], ["model.layers.4.hnorm"]),
-    ("step-3.5", ["model.layers.5.transformer.mlp.down_proj"], ["model.layers.5.transformer.mlp.down_proj"]),
+    ("step-3.5", ["model.layers.5.mlp.down_proj"], ["model.layers.5.mlp.down_proj"]),
+    ("step-3.5", ["model.layers.5.transformer.shared_head.norm"], ["model.layers.5.transformer.shared_head.norm"]),
 ]  # fmt: skip
 
 

@@ -169,7 +169,7 @@ def test_every_control_moves_the_panels_figure(study):
         panel._widgets[name].value = value
         assert panel.state == "done" and panel.figure.value not in seen, name
         seen.add(panel.figure.value)
-    assert re.findall(r"<td>([^<]*)</td>", panel.table.value) == ["int8 (draft turboquant)", "turboquant"]
+    assert re.findall(r"<td [^>]*left\">([^<]*)</td>", panel.table.value) == ["int8 (draft turboquant)", "turboquant"]
     panel._widgets["policies"].value = ()
     assert panel.state == "failed" and "no policy is chosen" in panel.status.value
 

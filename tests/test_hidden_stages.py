@@ -66,7 +66,11 @@ def test_stages_of_families(tmp_path):
     """As vLLM 0.32 serves them."""
     found = {f.model_types[0]: (f.target_hidden, f.draft_hidden) for f in registered()}
     before = {name: stages for name, stages in found.items() if "pre_norm" in stages}
-    assert before == {"glm4_moe": ("post_norm", "pre_norm"), "mimo": ("pre_norm", "post_norm")}
+    assert before == {
+        "glm4_moe": ("post_norm", "pre_norm"),
+        "mimo": ("pre_norm", "post_norm"),
+        "step3p5": ("pre_norm", "pre_norm"),
+    }
     config = json.loads((FAMILIES["glm4_moe"](tmp_path) / "config.json").read_text())
     assert as_served(SpecConfig(draft_hidden="post_norm"), config).draft_hidden == "post_norm"
     # of a family that is not run: a sweep with a `load_model` of its own is planned all the same

@@ -115,7 +115,7 @@ def test_of_a_checkpoint(folder, kind):
         panel._widgets["module"].value = chosen
     else:
         panel._widgets["modules"].value = (chosen,)
-        panel._widgets["exclude"].value = panel._widgets["exclude"].options[-1]
+        panel._widgets["exclude"].index = len(panel._widgets["exclude"].options) - 1
     inert(panel.controls)
     if kind is CheckpointPanel:
         panel._widgets["search"].value = HOSTILE

@@ -49,7 +49,6 @@ class Layout:
     numbered: str  # what stands between the root and a head layer's number
     norms: tuple[str, str, str]  # of the embedding, of the hidden state, and the last one: full names
     joins: tuple[str, ...]  # matrices that join embedding and hidden state
-    inner: str = ""  # prefix of the decoder block within a head layer, which no other family has
     # of its own, which a file may leave out: the target's are used
     embedding: str = ""
     head: str = ""
@@ -77,7 +76,7 @@ class Layout:
             name = name.format(i=i, n=layers + i)
             return root + name.removeprefix("model.") if name and self.behind else name
 
-        block = filled(f"{self.root}{self.numbered}{'{n}' if self.behind else '{i}'}.{self.inner}")
+        block = filled(f"{self.root}{self.numbered}{'{n}' if self.behind else '{i}'}.")
         own = (*self.norms[:2], self.joins[0], self.norms[2])
         return HeadNames(*map(filled, own), block, filled(self.embedding), filled(self.head))
 
@@ -86,8 +85,8 @@ def _behind(part: str) -> str:
     return f"model.layers.{{n}}.{part}"
 
 
-def _v3_norms() -> tuple[str, str, str]:
-    return _behind("enorm"), _behind("hnorm"), _behind("shared_head.norm")
+def _v3_norms(infix: str = "") -> tuple[str, str, str]:
+    return _behind("enorm"), _behind("hnorm"), _behind(f"{infix}shared_head.norm")
 
 
 QWEN = Layout(
@@ -100,9 +99,10 @@ MIMO = Layout(
     tuple(f"model.mtp_layers.{{i}}.{norm}" for norm in ("token_layernorm", "hidden_layernorm", "final_layernorm")),
     ("model.mtp_layers.{i}.input_proj",),
 )  # fmt: skip
+# what is under shared_head lies one name deeper than DeepSeek-V3's, and nothing else does
 STEP = Layout(
-    "Step-3.5", "num_nextn_predict_layers", "model.layers.", "", _v3_norms(), (_behind("eh_proj"),),
-    inner="transformer.", head=_behind("shared_head.output"), behind=True,
+    "Step-3.5, 3.7", "num_nextn_predict_layers", "model.layers.", "", _v3_norms("transformer."),
+    (_behind("eh_proj"),), head=_behind("transformer.shared_head.output"), behind=True,
 )  # fmt: skip
 DEEPSEEK_V3 = Layout(
     "DeepSeek-V3, GLM-4.5 and later", "num_nextn_predict_layers", "model.layers.", "", _v3_norms(),
@@ -126,8 +126,8 @@ LAYOUTS: tuple[Layout, ...] = (
         ("model.mtp.layers.{i}.eh_proj",),
     ),
     MIMO,
-    STEP,
     DEEPSEEK_V3,
+    STEP,
 )  # fmt: skip
 
 # what config.json may call the number of head layers, the first that stands there counting

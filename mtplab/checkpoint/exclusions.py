@@ -41,6 +41,7 @@ PUBLISHED: tuple[str, ...] = (
     "*.mtp_layers.*.input_proj",
     "*.shared_head.head",
     "*.shared_head.output",
+    "*.self_attn.g_proj",  # a row a head: Step-3.5's 64 are no whole block
 )
 
 # a module lies at most so deep

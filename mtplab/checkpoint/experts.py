@@ -22,8 +22,12 @@ _FAMILIES = {
     "qwen3_next": "num_experts",
     "glm4_moe": "n_routed_experts",
     "deepseek_v3": "n_routed_experts",
+    "step3p5": "moe_num_experts",
+    "step3p7": "moe_num_experts",
 }
 _PARTS = {".experts.gate_up_proj": ("gate_proj", "up_proj"), ".experts.down_proj": ("down_proj",)}
+# Step's, whose experts lie one by one as `moe.experts.{e}.gate_proj`
+_PARTS |= {f".moe.{part}.weight": (part,) for part in ("gate_proj", "up_proj", "down_proj")}
 
 
 def stacked_parts(info: TensorInfo, config: dict[str, Any]) -> tuple[str, ...]:
@@ -34,7 +38,9 @@ def stacked_parts(info: TensorInfo, config: dict[str, Any]) -> tuple[str, ...]:
     text = text_config(config)
     experts, n, k = info.shape
     hidden, inner = text.get("hidden_size"), text.get("moe_intermediate_size")
-    expected = (2 * inner, hidden) if isinstance(inner, int) and len(parts) == 2 else (hidden, inner)
+    expected = (hidden, inner)
+    if parts != ("down_proj",) and isinstance(inner, int):
+        expected = len(parts) * inner, hidden
     count = _FAMILIES.get(str(text.get("model_type", config.get("model_type"))))
     known = count is not None and text.get(count) == experts and expected == (n, k)
     return parts if known else ()
@@ -47,6 +53,8 @@ def single_experts(info: TensorInfo, config: dict[str, Any]) -> list[tuple[str, 
         return []
     experts, n, k = info.shape
     group = info.name.rpartition(".")[0]
+    if not group.endswith(".experts"):
+        group = f"{group.rpartition('.')[0]}.experts"
     size, rows = info.nbytes // (experts * len(parts)), n // len(parts)
     found = []
     for expert in range(experts):

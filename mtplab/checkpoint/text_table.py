@@ -62,13 +62,18 @@ def html_table(
     columns: Sequence[str], rows: Iterable[Sequence[str]], right: Collection[str] = (), caption: str = ""
 ) -> str:
     """The same as a table; every cell escaped, header cells with their scope."""
-    head = "".join(f'<th scope="col">{escape(name)}</th>' for name in columns)
-    align = ['<td style="text-align:right">' if name in right else "<td>" for name in columns]
+    # styles stand in the cells: in a widget no sheet keeps columns apart
+    sides = [f"padding:3px 10px 3px 4px;text-align:{'right' if name in right else 'left'}" for name in columns]
+    head = "".join(
+        f'<th scope="col" style="{side}">{escape(name)}</th>' for name, side in zip(columns, sides, strict=True)
+    )
+    align = [f'<td style="{side}">' for side in sides]
     body = "".join(
         "<tr>" + "".join(f"{tag}{escape(cell)}</td>" for tag, cell in zip(align, row, strict=True)) + "</tr>"
         for row in rows
     )
-    title = f"<caption>{escape(caption)}</caption>" if caption else ""
+    style = "text-align:left;font-weight:600"
+    title = f'<caption style="{style}">{escape(caption)}</caption>' if caption else ""
     return f"<table>{title}<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
 
 

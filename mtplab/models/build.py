@@ -29,7 +29,6 @@ from mtplab.models.spec import (
     DenseSpec,
     Feed,
     LayerSpec,
-    MixtureSpec,
     MlaSpec,
     ModelConfig,
 )
@@ -154,7 +153,7 @@ class _Builder:
             self.norm(f"{at}input_layernorm"),
             mixer,
             self.norm(f"{at}post_attention_layernorm"),
-            self._feed(spec.feed, f"{at}mlp."),
+            self._feed(spec.feed, at),
         )
 
     def _norm_weight(self, module: str, size: int) -> Tensor:
@@ -163,34 +162,34 @@ class _Builder:
         return 1.0 + weight if self._c.one_plus_norms else weight
 
     def _feed(self, spec: Feed, at: str) -> MLP | Mixture:
-        hidden = self._c.hidden_size
+        p, hidden = self._p, self._c.hidden_size
         if isinstance(spec, DenseSpec):
-            return self._mlp(at, spec.size)
+            return self._mlp(f"{at}mlp.", spec.size, spec.limit)
+        names = spec.names
         return Mixture(
             spec,
-            self._p.linear([(f"{at}gate", spec.count)], hidden),
-            self._p.experts(f"{at}experts", spec.count, spec.size, hidden),
-            self._mlp(f"{at}{spec.shared}.", spec.shared_size) if spec.shared_size else None,
-            self._p.linear([(f"{at}shared_expert_gate", 1)], hidden) if spec.shared_gated else None,
-            self._bias(spec, at),
+            p.linear([(f"{at}{names.router}", spec.count)], hidden),
+            p.experts(at, spec, hidden),
+            self._mlp(f"{at}{names.shared}.", spec.shared_size, spec.shared_limit) if spec.shared_size else None,
+            p.linear([(f"{at}{names.shared_gate}", 1)], hidden) if spec.shared_gated else None,
+            p.vector(f"{at}{names.bias}", (spec.count,), torch.float32) if spec.scores == "sigmoid" else None,
         )
 
-    def _bias(self, spec: MixtureSpec, at: str) -> Tensor | None:
-        if spec.scores != "sigmoid":
-            return None
-        return self._p.vector(f"{at}gate.e_score_correction_bias", (spec.count,), torch.float32)
-
-    def _mlp(self, at: str, inner: int) -> MLP:
+    def _mlp(self, at: str, inner: int, limit: float | None) -> MLP:
         hidden = self._c.hidden_size
         return MLP(
             self._p.linear([(f"{at}gate_proj", inner), (f"{at}up_proj", inner)], hidden),
             self._p.linear([(f"{at}down_proj", hidden)], inner),
+            limit,
         )
 
     def _attention(self, spec: AttentionSpec, at: str) -> Attention:
         p, hidden, d = self._p, self._c.hidden_size, spec.head_dim
         q, kv = spec.heads * d, spec.kv_heads * d
         sizes = {"q_proj": q * (2 if spec.gated else 1), "k_proj": kv, "v_proj": kv}
+        inputs = [(f"{at}{name}", rows) for name, rows in sizes.items()]
+        if spec.head_gated:
+            inputs.append((f"{at}g_proj", spec.heads))
         norm = biases = None
         if spec.norms:
             # q is multiplied by d^-½ as it is normed
@@ -203,7 +202,7 @@ class _Builder:
         return Attention(
             spec,
             self._geometries.index(spec.geometry),
-            p.linear([(f"{at}{name}", rows) for name, rows in sizes.items()], hidden),
+            p.linear(inputs, hidden),
             p.linear([(f"{at}o_proj", hidden)], q),
             norm,
             biases,

@@ -12,7 +12,7 @@ from typing import Any
 from mtplab.checkpoint.config_json import stored_dtype
 from mtplab.config import DTYPES, MAX_DEPTH
 from mtplab.errors import CheckpointError
-from mtplab.models.spec import Yarn
+from mtplab.models.spec import Llama3, Yarn
 
 __all__ = ["Fields", "yarn_mscale"]
 
@@ -71,6 +71,24 @@ class Fields:
             )
         return kinds
 
+    def by_layer(self, key: str, count: int, default: Any = None) -> list[Any]:
+        """One value for each of `count` layers: of a list its first, else the one that there is, or the default."""
+        value = self.text.get(key)
+        value = default if value is None else value
+        if isinstance(value, list) and len(value) < count:
+            raise CheckpointError(
+                f"{self.file}: {key} has {len(value)} entries; expected {count}, one for each layer, the head's behind "
+                "the target's"
+            )
+        return value[:count] if isinstance(value, list) else [value] * count
+
+    def reals_by_layer(self, key: str, count: int, default: float | None, top: float = 2**40) -> list[float | None]:
+        """Positive numbers likewise; where the default is None, null and 0 stand for none."""
+        return [
+            None if default is None and not value else _number(self.file, {key: value}, key, None, float, top)
+            for value in self.by_layer(key, count, default)
+        ]
+
     def expect(self, key: str, kind: type) -> Any:
         """A value of this JSON kind."""
         if not isinstance(self.text[key], kind):
@@ -102,6 +120,17 @@ class Fields:
     def rope_number(self, rope: dict[str, Any], key: str, default: float) -> float:
         """A positive number of `rope`; the default where there is none, or 0."""
         return _number(self.file, rope, key, None, float) if rope.get(key) else default
+
+    def llama3(self, rope: dict[str, Any]) -> Llama3:
+        """Numbers of Llama 3.1's scaling, none of which has a default."""
+        factor, low, high = (
+            _number(self.file, rope, key, None, float) for key in ("factor", "low_freq_factor", "high_freq_factor")
+        )
+        if low >= high:
+            raise CheckpointError(
+                f"{self.file}: low_freq_factor is {low} and high_freq_factor {high}; expected less and more"
+            )
+        return Llama3(factor, _number(self.file, rope, "original_max_position_embeddings"), low, high)
 
     def yarn(self, rope: dict[str, Any]) -> Yarn:
         """YaRN's numbers, with transformers' defaults (`_compute_yarn_parameters`)."""

@@ -24,6 +24,7 @@ from mtplab.models.part import Part
 from mtplab.models.passes import Pass
 from mtplab.models.rotary import rotate
 from mtplab.models.spec import AttentionSpec, DeltaSpec
+from mtplab.quant.gating import gated
 from mtplab.quant.linear import PackedLinear
 
 # under the root of q's and k's norm (transformers' l2norm and flash-linear-attention's)
@@ -31,10 +32,10 @@ L2_EPS = 1e-6
 
 
 class MLP(Part):
-    """down(silu(gate(x)) · up(x)), added to the residual."""
+    """down(silu(gate(x)) · up(x)), added to the residual; clamped to `limit` (`quant/gating.py`) before down."""
 
-    def __init__(self, gate_up: PackedLinear, down: PackedLinear):
-        self.gate_up, self.down = gate_up, down
+    def __init__(self, gate_up: PackedLinear, down: PackedLinear, limit: float | None = None):
+        self.gate_up, self.down, self.limit = gate_up, down, limit
 
     def __call__(self, residual: Tensor, x: Tensor, rows: int) -> Tensor:
         """residual, x [m, hidden] → [m, hidden]; rows past the first `rows` cost less to compute than to cut off."""
@@ -46,15 +47,16 @@ class MLP(Part):
 
     def _mixed(self, x: Tensor) -> Tensor:
         gate, up = self.gate_up(x)
-        return F.silu(gate).mul_(up)
+        return gated(gate, up, self.limit)
 
 
 class Attention(Part):
     """Grouped-query attention: rotary, per-head norms of q and k, a bias and an output gate where the spec says so.
 
     `qkv` members: q_proj [h·d, hidden] (h·2·d where gated: each head's query and gate side by side), k_proj, v_proj
-    [h_kv·d, hidden]. The weight of `qk_norm` [h + h_kv, d] holds q_norm's times d^-½ and k_norm's, head by head;
-    without norms q is multiplied by d^-½. `view` is its place among the geometries of a pass.
+    [h_kv·d, hidden], and g_proj [h, hidden] where the spec has a gate for each head. The weight of `qk_norm`
+    [h + h_kv, d] holds q_norm's times d^-½ and k_norm's, head by head; without norms q is multiplied by d^-½. `view` is
+    its place among the geometries of a pass.
     """
 
     def __init__(
@@ -70,7 +72,7 @@ class Attention(Part):
 
     def __call__(self, residual: Tensor, x: Tensor, run: Pass, cache: KVCache) -> Tensor:
         c, b, t, view = self.spec, run.batch, run.tokens, run.views[self.view]
-        q, k, v = self.qkv(x)
+        q, k, v, *of_heads = self.qkv(x)
         if self.biases is not None:
             q, k, v = (x + bias for x, bias in zip((q, k, v), self.biases, strict=True))
         gate = None
@@ -88,6 +90,10 @@ class Attention(Part):
         mixed = mix(q, k, run.spread(v).view(b, t, c.kv_heads, c.head_dim), run, cache)
         if gate is not None:
             mixed = mixed.mul_(gate.reshape(b, t, -1).sigmoid())
+        for gates in of_heads:
+            # of all padded rows: the vectorised and the scalar form differ in the last bit
+            opened = run.spread(gates.contiguous().sigmoid()).unsqueeze(-1)
+            mixed = mixed.view(b, t, c.heads, c.head_dim).mul_(opened).flatten(2)
         return self.out.add_to(residual, run.gather(mixed))
 
     def _with_torch(self, q: Tensor, k: Tensor, v: Tensor, run: Pass, cache: KVCache) -> Tensor:

@@ -6,6 +6,7 @@ not) is carried out. Knows nothing of what a model does with them.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -15,9 +16,11 @@ from torch import Tensor
 
 from mtplab.checkpoint import Checkpoint, ModulePlan, Plan, TensorInfo
 from mtplab.checkpoint.experts import single_experts
+from mtplab.checkpoint.names import module_of
 from mtplab.checkpoint.values import plain_bands
 from mtplab.errors import CheckpointError
 from mtplab.models.config import ROOTS
+from mtplab.models.spec import MixtureSpec
 from mtplab.quant.block import BLOCK, ScaledTensor, Unread, quantize_block
 from mtplab.quant.experts import Experts, make_experts
 from mtplab.quant.linear import LinearWeight, PackedLinear
@@ -72,30 +75,33 @@ class Parameters:
         """Weights that share an input: (module name, out features) each, with the plan's dtype and rounding."""
         return PackedLinear([self._weight(n, (rows, in_features)) for n, rows in members], self.dtype, self.device)
 
-    def experts(self, at: str, count: int, inner: int, hidden: int) -> Experts:
-        """The experts at `at`: files hold them one by one, `{at}.{e}.gate_proj` and so on, or stacked [e, n, k] as
-        `{at}.gate_up_proj` [count, 2·inner, hidden] (gate above up) and `{at}.down_proj` [count, hidden, inner]."""
+    def experts(self, layer: str, spec: MixtureSpec, hidden: int) -> Experts:
+        """The experts of a layer whose names begin so: files hold them one by one, or stacked [e, n, k] (`stacks` of
+        `MixtureNames`) with gate above up where one tensor holds both."""
+        at, count, inner = f"{layer}{spec.names.experts}", spec.count, spec.size
         names = [f"{at}.{e}.{part}_proj.weight" for e in range(count) for part in ("gate", "up", "down")]
-        stack = next(filter(self.has, (f"{at}.gate_up_proj", f"{at}.down_proj")), None)
+        stacks = [f"{layer}{stack}" for stack in spec.names.stacks]
+        stack = next(filter(self.has, stacks), None)
         single = next(filter(self.has, names), None)
         if stack is not None and single is not None:
             raise CheckpointError(
                 f"{self.checkpoint.path}: holds experts twice, stacked as {stack} and singly as {single}; expected one "
                 "of the two, for nothing says which counts. Remove those that a conversion left behind."
             )
-        if self.has(f"{at}.gate_up_proj"):
-            up, down = f"{at}.gate_up_proj", f"{at}.down_proj"
-            self._expect(up, (count, 2 * inner, hidden))
-            self._expect(down, (count, hidden, inner))
-            weights = [
-                (*gate_up, one) for gate_up, (one,) in zip(self._stack(up, 2), self._stack(down, 1), strict=True)
-            ]
+        if stack is not None:
+            # gate and up in one tensor, or in one each
+            parts = [2, 1] if len(stacks) == 2 else [1, 1, 1]
+            for name, n in zip(stacks[:-1], parts, strict=False):
+                self._expect(name, (count, n * inner, hidden))
+            self._expect(stacks[-1], (count, hidden, inner))
+            each = [self._stack(name, n) for name, n in zip(stacks, parts, strict=True)]
+            weights = [tuple(itertools.chain(*members)) for members in zip(*each, strict=True)]
         else:
             shapes = {"gate_proj": (inner, hidden), "up_proj": (inner, hidden), "down_proj": (hidden, inner)}
             weights = [
                 tuple(self._weight(f"{at}.{e}.{name}", shape) for name, shape in shapes.items()) for e in range(count)
             ]
-        return make_experts(weights, self.dtype, self.device)
+        return make_experts(weights, self.dtype, self.device, spec.limit)
 
     def tied(self, embedding: Tensor) -> PackedLinear:
         """A vocabulary head that shares the embedding's weight."""
@@ -103,19 +109,20 @@ class Parameters:
 
     def _stack(self, name: str, parts: int) -> Iterator[tuple[LinearWeight, ...]]:
         """Each expert's matrices of a stack, which holds `parts` of them one below the other."""
-        decided = self.plan.by_name[name]
+        module = module_of(name)
+        decided = self.plan.by_name[module]
         rounding = self._rounding(decided)
         if decided.weight == "fp8" and decided.scale is not None:
             data, scale, block = self.checkpoint.scaled(name)
             for codes, scales in zip(data, scale, strict=True):
                 rows = len(codes) // parts
                 grid = [self._rows(ScaledTensor(codes, scales, block[1:]), i * rows, rows, name) for i in range(parts)]
-                yield tuple(LinearWeight(name, value, *rounding) for value in grid)
+                yield tuple(LinearWeight(module, value, *rounding) for value in grid)
             return
         singles = iter(single_experts(self.checkpoint.tensors[name], self.checkpoint.config))
         for group in zip(*[singles] * parts, strict=True):
             held = [self._plain(info, partial(plain_bands, info), decided.weight == "fp8") for _, info in group]
-            yield tuple(LinearWeight(name, value, *rounding) for value in held)
+            yield tuple(LinearWeight(module, value, *rounding) for value in held)
 
     def _rows(self, whole: ScaledTensor, start: int, rows: int, name: str) -> ScaledTensor:
         """A band of a matrix's rows, whole blocks of it."""

@@ -10,7 +10,7 @@ import math
 import torch
 from torch import Tensor
 
-from mtplab.models.spec import Rotary, Yarn
+from mtplab.models.spec import Llama3, Rotary, Yarn
 
 __all__ = ["frequencies", "rotary_table", "rotate"]
 
@@ -19,7 +19,13 @@ def frequencies(rotary: Rotary, device: torch.device | str = "cpu") -> Tensor:
     """Radians that each pair of features turns a position [dim / 2], float32."""
     half = torch.arange(0, rotary.dim, 2, dtype=torch.float32, device=device)
     plain = 1.0 / (rotary.theta ** (half / rotary.dim))
-    return plain if rotary.scaling is None else _yarn(plain, rotary, rotary.scaling)
+    match rotary.scaling:
+        case None:
+            return plain
+        case Yarn():
+            return _yarn(plain, rotary, rotary.scaling)
+        case Llama3():
+            return _llama3(plain, rotary.scaling)
 
 
 def _yarn(plain: Tensor, rotary: Rotary, yarn: Yarn) -> Tensor:
@@ -38,6 +44,14 @@ def _yarn(plain: Tensor, rotary: Rotary, yarn: Yarn) -> Tensor:
     pairs = torch.arange(len(plain), dtype=torch.float32, device=plain.device)
     scaled = ((pairs - first) / span).clamp(0, 1)
     return plain / yarn.factor * scaled + plain * (1 - scaled)
+
+
+def _llama3(plain: Tensor, llama: Llama3) -> Tensor:
+    """As they are, divided by the factor, or between, by how often they turn in the original context (transformers'
+    `_compute_llama3_parameters`)."""
+    turns = llama.original * plain / (2 * math.pi)
+    kept = ((turns - llama.low) / (llama.high - llama.low)).clamp(0, 1)
+    return plain / llama.factor * (1 - kept) + plain * kept
 
 
 def rotary_table(rotary: Rotary, capacity: int, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -18,8 +18,10 @@ __all__ = [
     "DenseSpec",
     "Geometry",
     "LayerSpec",
-    "MlaSpec",
+    "Llama3",
+    "MixtureNames",
     "MixtureSpec",
+    "MlaSpec",
     "ModelConfig",
     "Rotary",
     "Yarn",
@@ -41,13 +43,25 @@ class Yarn:
 
 
 @dataclass(frozen=True)
+class Llama3:
+    """Llama 3.1's frequencies for contexts `factor` times the `original` one: those that turn more than `high` times in
+    it stay, those that turn less than `low` times are divided by `factor`, and a ramp lies between."""
+
+    factor: float
+    original: int
+    low: float
+    high: float
+    attention: float = 1.0  # what cos and sin are multiplied by, as YaRN's
+
+
+@dataclass(frozen=True)
 class Rotary:
     """Rotation of `dim` features of a head: the first half of them paired with the second or, `interleaved`, each even
     one with the next."""
 
     dim: int
     theta: float
-    scaling: Yarn | None = None
+    scaling: Yarn | Llama3 | None = None
     interleaved: bool = False
 
 
@@ -73,7 +87,8 @@ class Geometry:
 @dataclass(frozen=True)
 class AttentionSpec:
     """Grouped-query attention. `norms`: whether each head's q and k pass an RMSNorm. `gated`: the output is multiplied
-    by sigmoid(gate), and q_proj holds each head's gate beside its query. `bias`: of q, k and v."""
+    by sigmoid(gate), and q_proj holds each head's gate beside its query. `head_gated`: by one sigmoid for each head, of
+    g_proj's. `bias`: of q, k and v."""
 
     heads: int
     kv_heads: int
@@ -81,6 +96,7 @@ class AttentionSpec:
     rotary: Rotary
     norms: bool = False
     gated: bool = False
+    head_gated: bool = False
     bias: bool = False
     window: int | None = None
 
@@ -171,9 +187,27 @@ class DeltaSpec:
 
 @dataclass(frozen=True)
 class DenseSpec:
-    """A gated MLP of `size` inner features."""
+    """A gated MLP of `size` inner features, clamped to `limit` (`quant/gating.py`) where it has one."""
 
     size: int
+    limit: float | None = None
+
+
+@dataclass(frozen=True)
+class MixtureNames:
+    """What names on disk call a mixture's parts, within their layer. Experts lie one by one, `{experts}.{e}.gate_proj`
+    and so on, or stacked in tensors of `stacks`."""
+
+    router: str = "mlp.gate"
+    bias: str = "mlp.gate.e_score_correction_bias"
+    experts: str = "mlp.experts"
+    stacks: tuple[str, ...] = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
+    shared: str = "mlp.shared_experts"
+    shared_gate: str = "mlp.shared_expert_gate"
+
+    def layer_of(self, module: str) -> str:
+        """The layer that one of its experts' modules is of, with its dot."""
+        return module.partition(f".{self.experts.partition('.')[0]}.")[0] + "."
 
 
 @dataclass(frozen=True)
@@ -183,7 +217,8 @@ class MixtureSpec:
     `scores`: "softmax" over the experts, or "sigmoid" of each; the `top_k` largest are taken, of sigmoids after a bias
     is added that chooses but does not weigh. With `groups` > 1 only experts of the `top_groups` groups whose two best
     sum highest are looked at. Weights are made to sum to 1 where `normalised`, then multiplied by `factor`.
-    `shared_size` 0 for none; `shared_gated`: the shared one is multiplied by a sigmoid of its own.
+    `shared_size` 0 for none; `shared_gated`: the shared one is multiplied by a sigmoid of its own. `limit` and
+    `shared_limit` clamp the routed ones and the shared one (`quant/gating.py`).
     """
 
     count: int
@@ -196,7 +231,9 @@ class MixtureSpec:
     groups: int = 1
     top_groups: int = 1
     shared_gated: bool = False
-    shared: str = "shared_experts"  # what names on disk call the shared one
+    limit: float | None = None
+    shared_limit: float | None = None
+    names: MixtureNames = MixtureNames()
 
 
 Mixer = AttentionSpec | MlaSpec | DeltaSpec

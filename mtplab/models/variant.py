@@ -85,8 +85,7 @@ class _Swap:
         """A layer's experts as the new plan has them: all of them anew where one changes."""
         if all(_treatment(self._before[name]) == _treatment(self._after[name]) for name in experts.names):
             return experts
-        at = experts.names[0].partition(".experts.")[0]
-        return self._parameters.experts(f"{at}.experts", spec.count, spec.size, self._hidden)
+        return self._parameters.experts(spec.names.layer_of(experts.names[0]), spec, self._hidden)
 
 
 def _treatment(module: Any) -> tuple[Any, ...]:

@@ -21,6 +21,7 @@ from mtplab.kernels.quantize import quantize
 from mtplab.kernels.silu_quantize import silu_quantize
 from mtplab.quant.block import ScaledTensor
 from mtplab.quant.fp8_products import Fp8Gemm, e4m3_of, uses_kernels
+from mtplab.quant.gating import gated
 from mtplab.quant.linear import LinearWeight, PackedLinear
 from mtplab.quant.rounding import BY_GROUP
 
@@ -45,11 +46,13 @@ class Experts(Protocol):
         """Every linear layer there is one by one."""
 
 
-def make_experts(weights: Sequence[ExpertWeights], dtype: torch.dtype, device: torch.device) -> Experts:
-    """All experts of one layer, computed in `dtype` on `device`."""
-    if uses_kernels(device) and GroupedExperts.takes(weights):
+def make_experts(
+    weights: Sequence[ExpertWeights], dtype: torch.dtype, device: torch.device, limit: float | None = None
+) -> Experts:
+    """All experts of one layer, computed in `dtype` on `device`; `limit` clamps them (`gating.py`)."""
+    if uses_kernels(device) and limit is None and GroupedExperts.takes(weights):
         return GroupedExperts(weights, dtype, device)
-    return LoopedExperts(weights, dtype, device)
+    return LoopedExperts(weights, dtype, device, limit)
 
 
 def _names(weights: Sequence[ExpertWeights]) -> tuple[str, ...]:
@@ -59,8 +62,10 @@ def _names(weights: Sequence[ExpertWeights]) -> tuple[str, ...]:
 class LoopedExperts:
     """Any device and dtype: one product for each expert that has rows."""
 
-    def __init__(self, weights: Sequence[ExpertWeights], dtype: torch.dtype, device: torch.device):
-        self.names = _names(weights)
+    def __init__(
+        self, weights: Sequence[ExpertWeights], dtype: torch.dtype, device: torch.device, limit: float | None = None
+    ):
+        self.names, self.limit = _names(weights), limit
         up, down = [expert[:2] for expert in weights], [expert[2:] for expert in weights]
         # a token's row is the same for all its experts: where they round it alike, it is rounded once
         self._round_up, up = _common_rounding(up)
@@ -74,7 +79,7 @@ class LoopedExperts:
         sizes = routing.offsets.diff().tolist()
         # whole vectors: how many rows there are must not decide how one is computed
         both = _pad(self._multiplied(self._up, x, sizes))
-        mixed = F.silu(both[:, : self._inner]).mul_(both[:, self._inner :])
+        mixed = gated(both[:, : self._inner], both[:, self._inner :], self.limit)
         if self._round_down is not None:
             mixed = self._round_down(mixed)
         return self._multiplied(self._down, mixed[: len(x)], sizes)

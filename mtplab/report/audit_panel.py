@@ -64,7 +64,9 @@ class AuditPanel(Panel):
         """The widgets that choose: what is supposed, under which list, of which modules."""
         return {
             "what": widgets.ToggleButtons(
-                options=self._suppositions(), description="Suppose", style=self.look()["style"]
+                options=self._suppositions(),
+                description="Suppose",
+                style=self.look()["style"] | {"button_width": "max-content"},  # words are not cut
             ),
             "exclude": widgets.Dropdown(
                 options=(AS_IS, NOTHING, RECOMMENDED, OWN),

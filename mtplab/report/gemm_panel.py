@@ -68,7 +68,7 @@ class GemmPanel(Panel):
             "octaves": slider("Outliers × 2^", 0, 16, 8),
             "measure": choice("Error of", list(MEASURES.items()), "relative"),
             "gpu": choice("GPU", list(GPUS), "H200 SXM"),
-            "shape": choice("Product of a real model", shapes, 0),
+            "shape": choice("A model's product", shapes, 0),
             "rows": choice("Rows m", [1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096], 16),
         }
 

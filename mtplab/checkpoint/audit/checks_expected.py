@@ -26,7 +26,7 @@ def _expected(subject: Subject) -> Iterator[Finding]:
     heads = subject.head.layers if subject.head is not None else 0
     asked = expected_modules(subject.text, heads)
     here = {normalised(module.name): module for module in subject.modules}
-    missing = [name for name in asked if name not in here and not _fused(name, here)]
+    missing = [name for name in asked if name not in here and not _fused(name, asked[name], here)]
     if 2 * len(missing) > len(asked) + 1:  # other names altogether, or a part of a checkpoint
         return
     if missing:
@@ -62,8 +62,10 @@ def _expected(subject: Subject) -> Iterator[Finding]:
         )  # fmt: skip
 
 
-def _fused(name: str, here: dict[str, object]) -> bool:
+def _fused(name: str, shape: tuple[int, ...], here: dict[str, object]) -> bool:
     parent, _, last = name.rpartition(".")
+    if len(shape) == 3 and last in ("gate_proj", "up_proj", "down_proj"):  # a stack that lies as single experts
+        return all(f"{parent}.experts.{expert}.{last}" in here for expert in range(shape[0]))
     group, _, number = parent.rpartition(".")
     if group.endswith(".experts") and number.isdigit():  # stacked: gate above up, or one projection of all experts
         return any(f"{group}.{stack}" in here for stack in (_INSTEAD.get(last), last))

@@ -233,10 +233,42 @@ def _shared_and_routed(c: _Sizes, at: str) -> Named:
         yield from _mlp(f"{at}.experts.{expert}", c.hidden_size, c.moe_intermediate_size)
 
 
-def _behind_head(c: _Sizes, at: str) -> Named:
+def _behind_head(c: _Sizes, at: str, infix: str = "") -> Named:
     yield f"{at}.eh_proj", (c.hidden_size, 2 * c.hidden_size)
-    for name in ("enorm", "hnorm", "shared_head.norm"):
+    for name in ("enorm", "hnorm", f"{infix}shared_head.norm"):
         yield f"{at}.{name}", (c.hidden_size,)
+
+
+def _step(c: _Sizes, heads: int) -> Named:
+    text, count = c._text, c.num_hidden_layers + heads
+    other, mixtures = text.get("attention_other_setting"), text.get("moe_layers_enum")
+    kinds = text.get("layer_types")
+    if not (isinstance(other, dict) and isinstance(mixtures, str) and isinstance(kinds, list) and len(kinds) >= count):
+        raise _Unsaid("layer_types, moe_layers_enum or attention_other_setting")
+    yield "model.norm", (c.hidden_size,)
+    for i, kind in enumerate(kinds[:count]):
+        at = f"model.layers.{i}"
+        a = _Sizes(text | other if kind == other.get("attention_type") else text)
+        a = _Sizes(a._text | {"num_key_value_heads": a.num_attention_groups})
+        yield from _norms(c, at)
+        yield from _attention(a, f"{at}.self_attn")
+        yield from _head_norms(a, f"{at}.self_attn")
+        if c.flag("use_head_wise_attn_gate"):
+            yield f"{at}.self_attn.g_proj", (a.num_attention_heads, c.hidden_size)
+        if str(i) in mixtures.split(","):
+            yield from _stacked(c, at)
+        else:
+            yield from _mlp(f"{at}.mlp", c.hidden_size, c.intermediate_size)
+        if i >= c.num_hidden_layers:
+            yield from _behind_head(c, at, "transformer.")
+
+
+def _stacked(c: _Sizes, at: str) -> Named:
+    """Step's mixture, whose releases stack the experts of each projection."""
+    yield f"{at}.moe.gate", (c.moe_num_experts, c.hidden_size)
+    for name, shape in _mlp(f"{at}.moe", c.hidden_size, c.moe_intermediate_size):
+        yield name, (c.moe_num_experts, *shape)
+    yield from _mlp(f"{at}.share_expert", c.hidden_size, c.share_expert_dim)
 
 
 _FAMILIES: dict[str, Callable[[_Sizes, int], Named]] = {
@@ -252,4 +284,6 @@ _FAMILIES: dict[str, Callable[[_Sizes, int], Named]] = {
     "qwen3_next": _qwen3_next,
     "deepseek_v3": _deepseek,
     "glm4_moe": _glm4_moe,
+    "step3p5": _step,
+    "step3p7": _step,
 }

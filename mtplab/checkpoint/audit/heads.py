@@ -79,8 +79,8 @@ def find_head(modules: Iterable[Any], config: dict[str, Any]) -> Head | None:
         behind = behind if type(behind) is int and behind > 0 else 0
         found = _layers(layout, plain, base, behind)
         score = 2 * sum(name in plain for name in _all_named(layout.fusion, found, base))
-        if layout.inner:
-            score = score + 1 if any(name.startswith(layout.inner) for names in found.values() for name in names) else 0
+        # Step and DeepSeek-V3 differ in what is under shared_head alone, of which some may be missing
+        score += bool(score) * sum(name in plain for name in _all_named(layout.shared, found, base))
         # a block without its fusion is a head as well, where nothing else can be named so
         score += bool(found) * (not layout.behind or behind > 0)
         score += bool(score) * (layout.count_key in text)
@@ -150,8 +150,7 @@ def _missing_in_blocks(
             experts[int(at[1])] += generic != at[2]
     missing: list[str] = []
     for number, names in found.items():
-        inner = [name.removeprefix(layout.inner) for name in names]
-        own = {_EXPERT.sub("experts.*.", name) for name in inner}
+        own = {_EXPERT.sub("experts.*.", name) for name in names}
         # a hybrid's head has one kind of attention, and is like the layers that have it
         attention = {name.partition(".")[0] for name in own if "attn" in name.partition(".")[0]} or {"self_attn"}
         alike = {i: names for i, names in targets.items() if attention <= {name.partition(".")[0] for name in names}}
@@ -161,11 +160,11 @@ def _missing_in_blocks(
         if not targets[like] & own:
             continue
         prefix = layout.layer.replace(r"([0-9]{1,4})", str(number + (base or 0 if layout.behind else 0)))
-        prefix = prefix.replace("\\", "") + layout.inner
+        prefix = prefix.replace("\\", "")
         missing += [prefix + name for name in sorted(_believed(targets[like] - own, own - targets[like]))]
-        few = experts[like] - sum(bool(_EXPERT.search(name)) for name in inner)
+        few = experts[like] - sum(bool(_EXPERT.search(name)) for name in names)
         if few > 0 and "experts.*." in " ".join(own & targets[like]):
-            place = next(name.partition("experts.")[0] for name in inner if _EXPERT.search(name))
+            place = next(name.partition("experts.")[0] for name in names if _EXPERT.search(name))
             missing.append(f"{prefix}{place}experts: {few} of {experts[like]} experts' weights")
     return missing
 

@@ -29,7 +29,11 @@ def _views(modules: Iterable[ModulePlan], quantised: set[str]) -> list[View]:
 
 def _stacks(modules: Iterable[ModulePlan], quantised: set[str]) -> list[ModulePlan]:
     """Stacked experts that are not FP8."""
-    return [m for m in modules if len(m.shape) == 3 and "experts." in m.name and m.name not in quantised]
+    return [m for m in modules if len(m.shape) == 3 and _stacks_experts(m) and m.name not in quantised]
+
+
+def _stacks_experts(module: ModulePlan) -> bool:
+    return module.kind == "experts" or "experts." in module.name
 
 
 def kept_names(modules: Sequence[ModulePlan], quantised: set[str], method: str) -> list[str]:
@@ -40,8 +44,10 @@ def kept_names(modules: Sequence[ModulePlan], quantised: set[str], method: str) 
         if module.kind in ("conv", "embedding") and module.name not in quantised:
             kept.append(module.name)  # as releases do: some loaders build them as linears
         elif module.name in stacked:
-            # readers ask with the name of the module that holds the stack
-            kept += [module.name, module.name.rpartition(".")[0]]
+            kept.append(module.name)
+            if "experts." in module.name:
+                # readers ask with the name of the module that holds the stack
+                kept.append(module.name.rpartition(".")[0])
     return list(dict.fromkeys(kept))
 
 

@@ -42,14 +42,15 @@ def pieces_of(info: TensorInfo, source: Checkpoint, asked: Asked) -> list[Piece]
 
 def _apart(info: TensorInfo, source: Checkpoint, asked: Asked) -> list[Piece]:
     """A plain stack of experts as the FP8 weights of single ones, where it is to be quantised and can be."""
-    recipe, module = asked.wish.recipe, asked.module(info.name)
+    name = module_of(source.values_name(info.name))
+    recipe, module = asked.wish.recipe, asked.module(name)
     if not asked.plain or recipe is None or info.dtype not in PLAIN_FLOATS:
         return []
     if module is None or module.part == "unused":
         return []
-    if asked.how(info.name) in ("keep", "bf16") or asked.excludes(info.name):
+    if asked.how(name) in ("keep", "bf16") or asked.excludes(name):
         return []
-    return [encoded(one, None, name, recipe) for name, one in single_experts(info, source.config)]
+    return [encoded(one, None, expert, recipe) for expert, one in single_experts(info, source.config)]
 
 
 def _recipe_for(name: str, asked: Asked) -> Recipe:

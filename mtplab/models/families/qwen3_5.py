@@ -13,7 +13,16 @@ from collections.abc import Sequence
 from mtplab.checkpoint.draft_layouts import QWEN
 from mtplab.models.families.family import Family, Sizes
 from mtplab.models.fields import Fields
-from mtplab.models.spec import AttentionSpec, DeltaSpec, DenseSpec, Feed, LayerSpec, MixtureSpec, Rotary
+from mtplab.models.spec import (
+    AttentionSpec,
+    DeltaSpec,
+    DenseSpec,
+    Feed,
+    LayerSpec,
+    MixtureNames,
+    MixtureSpec,
+    Rotary,
+)
 
 __all__ = ["FAMILY", "hybrid", "read_experts"]
 
@@ -82,7 +91,7 @@ def read_experts(fields: Fields) -> MixtureSpec:
         size=fields.number("moe_intermediate_size"),
         shared_size=fields.number("shared_expert_intermediate_size"),
         shared_gated=True,
-        shared="shared_expert",
+        names=MixtureNames(shared="mlp.shared_expert"),
     )
     if found.top_k > found.count:
         raise fields.wrong("num_experts_per_tok", f"at most num_experts, {found.count}")

@@ -13,6 +13,7 @@ from family_checkpoints import load_target, write_deepseek_v3, write_fp8
 from family_checks import (
     POLICIES,
     PROMPTS,
+    TOLERANCE,
     WEIGHTS,
     Definition,
     HeadModule,
@@ -35,9 +36,11 @@ from family_checks import (
 from mtplab import CheckpointError, generate, load_model, open_checkpoint, trace
 from mtplab.decode.peek import next_logits
 from mtplab.kernels.fp8_reference import round_activation
+from mtplab.models.choice import decodes_with_kernels
 from mtplab.models.fields import Fields
 from mtplab.models.rotary import frequencies
 from mtplab.models.spec import MixtureSpec, Rotary
+from mtplab.quant.experts import GroupedExperts
 from test_mixture import _mixture
 from test_models import run_passes
 from tests.checkpoint_builders import CHECKPOINTS
@@ -267,6 +270,17 @@ def test_inputs_are_rounded_but_of_kv_b_proj(tmp_path):
     reference.get_submodule("model.layers.0.self_attn.kv_b_proj").register_forward_pre_hook(rounded)
     every = difference()
     assert 20 * found.median() < min(plain.median(), every.median())
+
+
+def test_kernels_interpreted_give_the_same(tmp_path, monkeypatch):
+    """FP8 products of one matrix and of grouped experts; attention itself has no kernel."""
+    folder = write_fp8("deepseek_v3", tmp_path, num_hidden_layers=2)
+    expected = next_logits(load_model(folder), PROMPTS[0])
+    monkeypatch.setenv("MTPLAB_KERNELS", "triton")
+    model = load_model(folder)
+    assert isinstance(model.target.layers[1].mlp.experts, GroupedExperts)
+    assert not decodes_with_kernels(model.config, model.dtype, model.device, [model.policy()])
+    assert (next_logits(model, PROMPTS[0]) - expected).abs().max() < TOLERANCE
 
 
 @pytest.mark.parametrize("name", ["ds-v3-ragged-mtp", "ds-ue8m0-e8m0dtype"])

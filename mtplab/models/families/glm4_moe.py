@@ -10,9 +10,10 @@ from __future__ import annotations
 
 from mtplab.checkpoint.draft_layouts import DEEPSEEK_V3
 from mtplab.models.families.family import Family, Sizes
+from mtplab.models.families.grouped_attention import read_attention
 from mtplab.models.families.sigmoid_experts import read_feeds, read_sigmoid_experts
 from mtplab.models.fields import Fields
-from mtplab.models.spec import AttentionSpec, LayerSpec, Rotary
+from mtplab.models.spec import LayerSpec
 
 __all__ = ["FAMILY"]
 
@@ -20,28 +21,13 @@ __all__ = ["FAMILY"]
 def _read(fields: Fields) -> Sizes:
     layers = fields.number("num_hidden_layers", top=10_000)
     fields.must_be("hidden_act", "silu", "the experts' and the MLP's activation")
-    attention, experts = _attention(fields), read_sigmoid_experts(fields)
+    kind = {"norms": fields.flag("use_qk_norm", False), "bias": fields.flag("attention_bias", False)}
+    attention, experts = read_attention(fields, 0.5, **kind), read_sigmoid_experts(fields)
     feeds = read_feeds(fields, layers, experts)
     heads = fields.head_layers("num_nextn_predict_layers")
     return Sizes(
         layers=tuple(LayerSpec(i, attention, feed) for i, feed in enumerate(feeds)),
         draft_layers=tuple(LayerSpec(i, attention, experts) for i in range(heads)),
-    )
-
-
-def _attention(fields: Fields) -> AttentionSpec:
-    theta, share, rope = fields.rope(0.5)
-    fields.plain_rope(rope)
-    heads, hidden = fields.number("num_attention_heads"), fields.number("hidden_size")
-    head_dim, kv_heads = fields.number("head_dim", hidden // heads), fields.number("num_key_value_heads", heads)
-    fields.multiples(("num_attention_heads", heads, kv_heads))
-    return AttentionSpec(
-        heads,
-        kv_heads,
-        head_dim,
-        Rotary(fields.turned(head_dim, share), theta),
-        norms=fields.flag("use_qk_norm", False),
-        bias=fields.flag("attention_bias", False),
     )
 
 

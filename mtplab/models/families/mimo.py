@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from mtplab.checkpoint.draft_layouts import MIMO
 from mtplab.models.families.family import Family, Sizes
+from mtplab.models.families.grouped_attention import read_attention
 from mtplab.models.fields import Fields
-from mtplab.models.spec import AttentionSpec, DenseSpec, LayerSpec, Rotary
+from mtplab.models.spec import DenseSpec, LayerSpec
 
 __all__ = ["FAMILY"]
 
@@ -22,21 +23,12 @@ def _read(fields: Fields) -> Sizes:
     heads = fields.head_layers(MIMO.count_key)
     if heads > 1:
         raise fields.wrong(MIMO.count_key, "0 or 1: MiMo-7B has one layer, which drafts every step")
-    attention, mlp = _attention(fields), DenseSpec(fields.number("intermediate_size"))
+    attention = read_attention(fields, bias=fields.flag("attention_bias", True))
+    mlp = DenseSpec(fields.number("intermediate_size"))
     return Sizes(
         layers=tuple(LayerSpec(i, attention, mlp) for i in range(layers)),
         draft_layers=tuple(LayerSpec(i, attention, mlp) for i in range(heads)),
     )
-
-
-def _attention(fields: Fields) -> AttentionSpec:
-    theta, share, rope = fields.rope()
-    fields.plain_rope(rope)
-    heads, hidden = fields.number("num_attention_heads"), fields.number("hidden_size")
-    head_dim, kv_heads = fields.number("head_dim", hidden // heads), fields.number("num_key_value_heads", heads)
-    fields.multiples(("num_attention_heads", heads, kv_heads))
-    rotary = Rotary(fields.turned(head_dim, share), theta)
-    return AttentionSpec(heads, kv_heads, head_dim, rotary, bias=fields.flag("attention_bias", True))
 
 
 FAMILY = Family(

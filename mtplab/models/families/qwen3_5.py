@@ -12,17 +12,9 @@ from collections.abc import Sequence
 
 from mtplab.checkpoint.draft_layouts import QWEN
 from mtplab.models.families.family import Family, Sizes
+from mtplab.models.families.grouped_attention import read_attention
 from mtplab.models.fields import Fields
-from mtplab.models.spec import (
-    AttentionSpec,
-    DeltaSpec,
-    DenseSpec,
-    Feed,
-    LayerSpec,
-    MixtureNames,
-    MixtureSpec,
-    Rotary,
-)
+from mtplab.models.spec import DeltaSpec, DenseSpec, Feed, LayerSpec, MixtureNames, MixtureSpec
 
 __all__ = ["FAMILY", "hybrid", "read_experts"]
 
@@ -51,23 +43,13 @@ def hybrid(fields: Fields, feeds: Sequence[Feed], head_feeds: Sequence[Feed], in
     if fields.text.get("attention_bias"):
         raise fields.wrong("attention_bias", "false: published models have no attention biases, found a variant")
     fields.must_be("hidden_act", "silu", "the experts' and the MLP's activation")
-    attention, delta = _attention(fields), _delta(fields, interleaved)
+    attention, delta = read_attention(fields, 0.25, norms=True, gated=True), _delta(fields, interleaved)
     mixers = [attention if kind == "full_attention" else delta for kind in kinds]
     return Sizes(
         layers=tuple(map(LayerSpec, range(layers), mixers, feeds)),
         draft_layers=tuple(LayerSpec(i, attention, feed) for i, feed in enumerate(head_feeds)),
         one_plus_norms=True,
     )
-
-
-def _attention(fields: Fields) -> AttentionSpec:
-    theta, share, rope = fields.rope(0.25)
-    fields.plain_rope(rope)
-    heads, hidden = fields.number("num_attention_heads"), fields.number("hidden_size")
-    head_dim, kv_heads = fields.number("head_dim", hidden // heads), fields.number("num_key_value_heads", heads)
-    fields.multiples(("num_attention_heads", heads, kv_heads))
-    rotary = Rotary(fields.turned(head_dim, share), theta)
-    return AttentionSpec(heads, kv_heads, head_dim, rotary, norms=True, gated=True)
 
 
 def _delta(fields: Fields, interleaved: bool) -> DeltaSpec:

@@ -34,6 +34,7 @@ from family_checks import (
     weights_of,
 )
 from mtplab import CheckpointError, generate, load_model, open_checkpoint, trace
+from mtplab.cli import main
 from mtplab.decode.peek import next_logits
 from mtplab.kernels.fp8_reference import round_activation
 from mtplab.models.choice import decodes_with_kernels
@@ -272,6 +273,15 @@ def test_inputs_are_rounded_but_of_kv_b_proj(tmp_path):
     reference.get_submodule("model.layers.0.self_attn.kv_b_proj").register_forward_pre_hook(rounded)
     every = difference()
     assert 20 * found.median() < min(plain.median(), every.median())
+
+
+def test_quantised_here_it_is_what_the_release_quantises(tmp_path):
+    folder = write_fp8("deepseek_v3", tmp_path / "release")
+    assert main(["quantize", str(folder / "bf16"), str(tmp_path / "ours")]) == 0
+    ours, published = (open_checkpoint(path).plan() for path in (tmp_path / "ours", folder))
+    assert {m.name: m.weight for m in ours.modules} == {m.name: m.weight for m in published.modules}
+    at_load = load_model(folder / "bf16", model_format="fp8")
+    assert torch.equal(next_logits(load_model(tmp_path / "ours"), IDS), next_logits(at_load, IDS))
 
 
 def test_kernels_interpreted_give_the_same(tmp_path, monkeypatch):

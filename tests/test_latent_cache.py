@@ -8,7 +8,7 @@ from safetensors.torch import load_file, save_file
 
 import mtplab
 from family_checkpoints import write_deepseek_v3
-from mtplab import ConfigError, generate, load_model
+from mtplab import ConfigError, compare_caches, generate, load_model
 from mtplab.decode.calibration import bound
 from mtplab.models.cache import KVCache
 from mtplab.models.spec import CacheRows
@@ -41,6 +41,13 @@ def test_what_is_kept_of_a_token_is_one_row(model):
             generate(model, PROMPTS, quant_policy=policy)
     with pytest.raises(ConfigError, match=r"no k_scale for 3 of 3 attention layers: model\.layers\.0\.self_attn"):
         generate(model, PROMPTS, quant_policy="fp8:checkpoint")
+
+
+def test_a_study_of_caches_takes_the_policies_that_fit(model):
+    settings = {"max_depth": 1, "max_new_tokens": 4, "text_tokens": 8}
+    assert compare_caches(model, PROMPTS[:1], **settings).policies == ["none", "int8", "int4", "fp8_e4m3"]
+    with pytest.raises(ConfigError, match="keeps one row"):
+        compare_caches(model, PROMPTS[:1], ["turboquant"], **settings)
 
 
 @pytest.mark.parametrize("policy", ["none", "int8", "int4", "fp8_e5m2"])

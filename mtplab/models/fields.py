@@ -9,7 +9,7 @@ import math
 from collections.abc import Collection
 from typing import Any
 
-from mtplab.checkpoint.config_json import stored_dtype
+from mtplab.checkpoint.config_json import stored_dtype, text_config
 from mtplab.config import DTYPES, MAX_DEPTH
 from mtplab.errors import CheckpointError
 from mtplab.models.spec import Llama3, Yarn
@@ -25,7 +25,7 @@ class Fields:
 
     def __init__(self, config: dict[str, Any], file: object = "config.json", names: Collection[str] | None = None):
         self.whole, self.file, self.names = config, file, names
-        self.text: dict[str, Any] = config["text_config"] if isinstance(config.get("text_config"), dict) else config
+        self.text: dict[str, Any] = text_config(config)
 
     def wrong(self, key: str, expected: str) -> CheckpointError:
         """What to raise where a key holds what cannot be."""
@@ -111,6 +111,8 @@ class Fields:
     def rope_type(self, rope: dict[str, Any], *known: str) -> str:
         """How frequencies are scaled, which must be one of these; older files call it `type`."""
         found = rope.get("rope_type", rope.get("type", "default"))
+        # positions in an image's rows and columns, which are the same number for text
+        found = "default" if found == "mrope" else found
         if found not in known:
             raise CheckpointError(
                 f"{self.file}: rope_type is {found!r:.60}; expected {' or '.join(map(repr, known))}"

@@ -19,7 +19,7 @@ from mtplab.checkpoint.experts import single_experts
 from mtplab.checkpoint.names import module_of
 from mtplab.checkpoint.values import plain_bands
 from mtplab.errors import CheckpointError
-from mtplab.models.config import ROOTS
+from mtplab.models.config import HEADS, ROOTS
 from mtplab.models.spec import MixtureSpec
 from mtplab.quant.block import BLOCK, ScaledTensor, Unread, quantize_block
 from mtplab.quant.experts import Experts, make_experts
@@ -47,9 +47,7 @@ class Parameters:
                 "the text model"
             )
         self.root = found[0]
-        # some wrappers hold the whole text model under their own root
-        wrapped = "language_model.lm_head"
-        self.lm_head = wrapped if f"{wrapped}.weight" in checkpoint.tensors else "lm_head"
+        self.lm_head = next((head for head in HEADS if f"{head}.weight" in checkpoint.tensors), "lm_head")
 
     def has(self, name: str) -> bool:
         """Whether the checkpoint has a tensor of this name."""

@@ -48,6 +48,7 @@ from tests.checkpoint_builders import CHECKPOINTS
 
 IDS = some_ids(90)
 HEAD = "model.layers.3."
+YARN = {"type": "yarn", "factor": 2.0, "original_max_position_embeddings": 64}
 # yarn and a query rank; neither; the halves of a head paired; all layers experts
 SHAPES = {
     "published": {},
@@ -358,6 +359,8 @@ def test_said_of_the_file(folder):
     ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type is 'linear'; expected 'default' or 'yarn'"),
     ({"rope_scaling": {"type": "yarn", "factor": 2.0}}, "original_max_position_embeddings is missing"),
     ({"rope_scaling": {"rope_type": "yarn", "factor": "x", "original_max_position_embeddings": 64}}, "factor is 'x'"),
+    ({"rope_scaling": YARN | {"beta_fast": 1e-320}}, "beta_fast is 1e-320, beta_slow 1.0"),
+    ({"rope_scaling": YARN | {"truncate": 1}}, "truncate 1; expected turns"),
     ({"rope_theta": 0.5}, "rope_theta is 0.5; expected more than 1 with yarn"),
     ({"num_nextn_predict_layers": -1}, "num_nextn_predict_layers is -1; expected a whole number"),
 ])  # fmt: skip

@@ -143,14 +143,14 @@ class Fields:
         factor = self.rope_number(rope, "factor", self.number("max_position_embeddings", 32768) / original)
         most, every = self.rope_number(rope, "mscale", 0.0), self.rope_number(rope, "mscale_all_dim", 0.0)
         attention = yarn_mscale(factor, most) / yarn_mscale(factor, every) if most and every else yarn_mscale(factor)
-        return Yarn(
-            factor,
-            original,
-            self.rope_number(rope, "beta_fast", 32.0),
-            self.rope_number(rope, "beta_slow", 1.0),
-            self.rope_number(rope, "attention_factor", attention),
-            rope.get("truncate", True) is not False,
-        )
+        fast, slow = self.rope_number(rope, "beta_fast", 32.0), self.rope_number(rope, "beta_slow", 1.0)
+        truncate = rope.get("truncate", True)
+        if min(fast, slow) < 1e-6 or not isinstance(truncate, bool):
+            raise CheckpointError(
+                f"{self.file}: beta_fast is {fast}, beta_slow {slow} and truncate {truncate!r:.60}; expected turns of "
+                "at least 1e-6, and true or false"
+            )
+        return Yarn(factor, original, fast, slow, self.rope_number(rope, "attention_factor", attention), truncate)
 
     def turned(self, head_dim: int, share: float) -> int:
         """How many of a head's features turn."""

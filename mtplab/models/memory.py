@@ -59,7 +59,8 @@ class Caches:
 
     Here a CPU keeps a quantised cache's codes and beside them the values read back, and an unquantised one in the dtype
     that is computed in; an engine keeps the codes alone, or BF16. `state`: the delta rule's, of a sequence, with a copy
-    for every draft token that may be rejected.
+    for every draft token that may be rejected. A layer with a window keeps every token here, and counts so as deployed
+    too, where an engine may free what it has passed.
     """
 
     batch: int

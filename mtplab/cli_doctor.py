@@ -79,7 +79,7 @@ def doctor(
       mtplab doctor
       MTPLAB_KERNELS=reference mtplab doctor --json
       mtplab doctor data/tiny-qwen3_5 --layers 0-1
-      mtplab doctor data/tiny-qwen3_5-fp8 --batch 32 --context 8192 --quant-policy int8
+      mtplab doctor data/tiny-qwen3_5-fp8 --batch 32 --context 4096 --quant-policy int8
     """
     if path is not None:
         from mtplab.checkpoint import open_checkpoint

@@ -89,18 +89,6 @@ def test_settings_of_rotation_that_mean_nothing(changes, said):
     assert read({"use_rope_layers": [True] * 8}).layers == read({}).layers
 
 
-def test_a_flag_of_yarn_is_a_flag(sources):
-    config = json.loads((sources["deepseek_v3"] / "config.json").read_text())
-    whole = {"rope_scaling": config["rope_scaling"] | {"truncate": "false"}}
-    with pytest.raises(CheckpointError, match="truncate is 'false'; expected true or false"):
-        read(whole, base=config)
-    assert (
-        not read({"rope_scaling": config["rope_scaling"] | {"truncate": False}}, base=config)
-        .layers[0]
-        .mixer.rotary.scaling.truncate
-    )
-
-
 def test_a_stray_name_is_no_thousandth_layer_of_a_head(sources, tmp_path):
     """Qwen3-Next's config.json counts no head layers, so names do: one of 9999 would be as many caches."""
     source = sources["qwen3_next"]

@@ -35,7 +35,7 @@ _NAMES = MixtureNames(
     router="moe.gate",
     bias="moe.router_bias",
     experts="moe.experts",
-    stacks=("moe.gate_proj.weight", "moe.up_proj.weight", "moe.down_proj.weight"),
+    stacks=tuple((f"moe.{part}.weight", (part,)) for part in ("gate_proj", "up_proj", "down_proj")),
     shared="share_expert",
 )
 

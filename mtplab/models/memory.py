@@ -58,8 +58,9 @@ class Caches:
     """What a run of `batch` sequences of `context` tokens keeps, in bytes; a token's as deployed and as held here.
 
     Here a CPU keeps a quantised cache's codes and beside them the values read back, and an unquantised one in the dtype
-    that is computed in; an engine keeps the codes alone, or BF16. `state`: the delta rule's, of a sequence, with a copy
-    for every draft token that may be rejected.
+    that is computed in; an engine keeps the codes alone, or BF16. Layers with a window keep every token here, and are
+    counted so of an engine too, which may drop those that nothing sees any more. `state`: the delta rule's, of a
+    sequence, with a copy for every draft token that may be rejected.
     """
 
     batch: int
@@ -229,7 +230,8 @@ def weights_in_memory(checkpoint: Checkpoint, plan: Plan, engine: EngineConfig, 
     stored = stored_dtype(checkpoint.config) if config is None else config.dtype
     dtype = engine.dtype or ("float32" if cpu else stored if stored in DTYPES else "bfloat16")
     if config is not None and config.sliced:
-        plan = replace(plan, modules=tuple(m for m in plan.modules if _in_slice(m, config)))
+        kept = {layer.number for layer in config.layers}
+        plan = replace(plan, modules=tuple(m for m in plan.modules if _in_slice(m, kept)))
     tied = None
     if config is not None and config.tied_embeddings and "lm_head.weight" not in checkpoint.tensors:
         tied = config.vocab_size, config.hidden_size
@@ -243,10 +245,10 @@ def weights_in_memory(checkpoint: Checkpoint, plan: Plan, engine: EngineConfig, 
     return Weights(engine.device, dtype, held, each * max(largest_product(plan), math.prod(tied or ())))
 
 
-def _in_slice(module: ModulePlan, config: ModelConfig) -> bool:
-    """Whether a slice of the target has this module: those of other layers are left on disk."""
+def _in_slice(module: ModulePlan, kept: set[int]) -> bool:
+    """Whether a slice of these of the target's layers has this module: those of other layers are left on disk."""
     number = layer_of(module.name) if module.part == "target" else None
-    return number is None or any(layer.number == number for layer in config.layers)
+    return number is None or number in kept
 
 
 def refuse_what_cannot_fit(checkpoint: Checkpoint, weights: Weights) -> None:

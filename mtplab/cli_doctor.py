@@ -42,6 +42,7 @@ OPERATIONS: dict[str, str | None] = {
     "short convolution, decoding": "conv_update_jit",
     "acceptance of drafts": "acceptance_jit",
     "decoding over a cache of turboquant, of K and V stored apart, or of FP8 with a scale per head": None,
+    "decoding with latent attention": None,
     "prompts: attention and the chunked gated delta rule": None,
     "unrounded inputs times FP8 weights (W8A16)": None,
     "norms, rotary embedding, gates, embedding, vocabulary head": None,
@@ -78,7 +79,7 @@ def doctor(
       mtplab doctor
       MTPLAB_KERNELS=reference mtplab doctor --json
       mtplab doctor data/tiny-qwen3_5 --layers 0-1
-      mtplab doctor data/tiny-qwen3_5-fp8 --batch 32 --context 8192 --quant-policy int8
+      mtplab doctor data/tiny-qwen3_5-fp8 --batch 32 --context 4096 --quant-policy int8
     """
     if path is not None:
         from mtplab.checkpoint import open_checkpoint

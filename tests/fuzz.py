@@ -1,5 +1,7 @@
 """Mutates the committed checkpoints and opens, plans, audits and reads them for minutes: python -m tests.fuzz
 
+With `--families`, checkpoints of the families that are run, which are loaded and run too.
+
 Prints every seed whose checkpoint ended in anything but a MtplabError, took a second, or used more memory than allowed.
 `--seed N` runs that one again with its traceback.
 """
@@ -15,7 +17,7 @@ import traceback
 import warnings
 from pathlib import Path
 
-from tests.mutations import run
+from tests import family_mutations, mutations
 
 MEMORY = 6 << 30
 
@@ -25,6 +27,7 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--first", type=int, default=0, help="the first seed")
     parser.add_argument("--seed", type=int, help="run this one only")
+    parser.add_argument("--families", action="store_true", help="of the families that are run, to the first tokens")
     options = parser.parse_args()
     warnings.simplefilter("error")
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
@@ -32,6 +35,11 @@ def main() -> int:
     failures: dict[str, list[int]] = {}
     with tempfile.TemporaryDirectory() as made:
         folder = Path(made) / "checkpoint"
+        sources = family_mutations.write_all(Path(made) / "families") if options.families else {}
+
+        def run(seed: int, folder: Path) -> str:
+            return family_mutations.run(seed, sources, folder) if sources else mutations.run(seed, folder)
+
         if options.seed is not None:
             print(run(options.seed, folder))
             return 0

@@ -145,7 +145,7 @@ def test_near_ties_are_as_wide_as_an_engines_leads_lie_from_ours(model, in_bf16)
     leads[0, 5] += 0.004
     found = compare(model, in_bf16, ids, made, {0: (made.outputs, [])}, True, False, leads.tolist())
     assert found.tie == pytest.approx(0.004, abs=1e-5) and found.unexplained == 0 and not found.behind
-    assert "margins up to 0.0040" in differences_table("x", found, model.decode)
+    assert "margins up to 0.004\n" in differences_table("x", found, model.decode)
     assert compare(model, in_bf16, ids, made, {0: (made.outputs, [])}, True, False).tie == 1e-3
 
 

@@ -12,7 +12,7 @@ from mtplab.models.attend import KEY_BLOCK, attend, attention_bias
 from mtplab.models.delta_rule import CHUNK, delta_rule_chunked, delta_rule_step
 from mtplab.models.norm import RMSNorm
 from mtplab.models.passes import PassMaker
-from mtplab.models.rows import pad_rows
+from mtplab.models.rows import by_element, pad_rows
 from mtplab.quant.kv_codec import CODECS
 from mtplab.quant.linear import LinearWeight, PackedLinear
 from mtplab.quant.policy import resolve_policy
@@ -62,10 +62,12 @@ def test_elementwise_and_norm_rows(k):
     rows_agree(lambda x: round_activation(x).abs(), x)  # the sign of a zero may differ
 
 
-@pytest.mark.parametrize("heads", [4, 48])
+@pytest.mark.parametrize("heads", [1, 2, 3, 4, 6, 48])
 def test_gate_rows(heads):
-    """The decay's exp(softplus) is the operator whose vectorised and scalar forms differ: rows are padded for it."""
-    rows_agree(padded(lambda x: (F.softplus(x) * -0.5).exp()), torch.randn(2048, heads))
+    """Functions whose vectorised and scalar forms differ, of as few numbers a row as there are heads, or of one."""
+    x = torch.randn(2048, heads)
+    rows_agree(padded(lambda x: by_element(torch.exp, by_element(F.softplus, x) * -0.5)), x)
+    rows_agree(padded(lambda x: by_element(torch.sigmoid, x)), x)
 
 
 @pytest.mark.parametrize("h, h_kv, d", [(4, 1, 64), (8, 2, 64), (6, 6, 32), (16, 2, 128)])

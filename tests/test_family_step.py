@@ -35,6 +35,7 @@ from family_checks import (
 )
 from mtplab import CheckpointError, generate, load_model, open_checkpoint, quantize_checkpoint, trace
 from mtplab.checkpoint.draft_layouts import DEEPSEEK_V3, STEP
+from mtplab.study.checkpoint_sizes import sizes_of
 
 LAYERS, WINDOW = 5, 8
 # Step-3.5's file, text alone; one head layer, which drafts every step; nothing clamped; rotations alike, unscaled
@@ -233,6 +234,8 @@ def test_said_of_the_file(folder):
     check_audit(folder, "Step-3.5")
     check_memory(folder)
     check_memory(folder, model_format="fp8", exclude="none")
+    with pytest.raises(CheckpointError, match="attention of another size"):
+        sizes_of(open_checkpoint(folder))
 
 
 @pytest.mark.parametrize("lost", ["transformer.shared_head.norm", "eh_proj", "mlp.up_proj"])
@@ -299,3 +302,18 @@ def test_a_module_for_each_draft_is_chained(pair):
     bare = dataclasses.replace(model, draft=dataclasses.replace(model.draft, chained=False))
     one, other = (trace(each, PROMPTS, 3, max_new_tokens=16) for each in (model, bare))
     assert one.outputs == other.outputs and np.nanmax(abs(one.top[:, 1:] - other.top[:, 1:])) > 1e-3
+
+
+def test_a_stack_that_is_kept_beside_single_experts(folder, tmp_path):
+    """A file written with one projection's stacks excluded lists them, and is read, each projection its own way."""
+    kept = ["published", "*.moe.down_proj"]
+    quantize_checkpoint(folder, tmp_path / "out", format="fp8-block", exclude=kept)
+    tensors = open_checkpoint(tmp_path / "out").tensors
+    assert "model.layers.3.moe.down_proj.weight" in tensors and "model.layers.3.moe.experts.0.up_proj.weight" in tensors
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert "model.layers.3.moe.down_proj" in config["quantization_config"]["modules_to_not_convert"]
+    runs = [
+        generate(each, PROMPTS, depth=4, max_new_tokens=12)
+        for each in (load_model(tmp_path / "out"), load_model(folder, model_format="fp8", exclude=kept))
+    ]
+    assert runs[0].tokens == runs[1].tokens and runs[0].rounds == runs[1].rounds

@@ -8,10 +8,8 @@ from safetensors.torch import load_file, save_file
 
 import mtplab
 from family_checkpoints import write_deepseek_v3
-from mtplab import ConfigError, generate, load_model
-from mtplab.config import SamplingConfig, SpecConfig
+from mtplab import ConfigError, compare_caches, generate, load_model
 from mtplab.decode.calibration import bound
-from mtplab.decode.runner import Run
 from mtplab.models.cache import KVCache
 from mtplab.models.spec import CacheRows
 from mtplab.quant.policy import resolve_policy
@@ -30,26 +28,6 @@ def model(folder):
     return load_model(folder)
 
 
-@pytest.mark.parametrize("policy", ["int8", "fp8", "none"])
-def test_caches_after_rejections_are_those_of_the_text_alone(model, policy):
-    kept, runs = resolve_policy(policy), []
-    with torch.inference_mode():
-        for depth in (4, 1):
-            sampling = SamplingConfig(max_new_tokens=80, ignore_eos=True)
-            spec = SpecConfig(depth=depth, target_hidden="post_norm", draft_hidden="post_norm")
-            run = Run(model, [PROMPTS[0]], spec, sampling, kept, kept, True)
-            run.prefill()
-            while run.lengths[0] < 50:
-                run.round()
-            runs.append(run)
-    assert {record.accepted for record in runs[0].records} >= {0, 1}
-    for part, back in (("target", 1), ("draft", 2)):
-        known = min(int(run.lengths[0]) - int(run.records[-1].emitted) for run in runs) - back
-        for one, other in zip(*(getattr(run.state, part) for run in runs), strict=True):
-            for a, b in zip(one.parts[0].held, other.parts[0].held, strict=True):
-                assert torch.equal(a[..., :known, :].float(), b[..., :known, :].float()), part
-
-
 def test_what_is_kept_of_a_token_is_one_row(model):
     width = 32 + 16
     run = generate(model, PROMPTS, depth=1, max_new_tokens=4, quant_policy="int8")
@@ -63,6 +41,13 @@ def test_what_is_kept_of_a_token_is_one_row(model):
             generate(model, PROMPTS, quant_policy=policy)
     with pytest.raises(ConfigError, match=r"no k_scale for 3 of 3 attention layers: model\.layers\.0\.self_attn"):
         generate(model, PROMPTS, quant_policy="fp8:checkpoint")
+
+
+def test_a_study_of_caches_takes_the_policies_that_fit(model):
+    settings = {"max_depth": 1, "max_new_tokens": 4, "text_tokens": 8}
+    assert compare_caches(model, PROMPTS[:1], **settings).policies == ["none", "int8", "int4", "fp8_e4m3"]
+    with pytest.raises(ConfigError, match="keeps one row"):
+        compare_caches(model, PROMPTS[:1], ["turboquant"], **settings)
 
 
 @pytest.mark.parametrize("policy", ["none", "int8", "int4", "fp8_e5m2"])

@@ -13,9 +13,10 @@ from mtplab.checkpoint import Checkpoint
 from mtplab.cli import main
 from mtplab.models.memory import weights_in_memory
 from mtplab.quant.policy import resolve_policy
+from mtplab.study.draft_divergence import draft_divergence
 from mtplab.study.layer_errors import compare_layers
 from mtplab.study.text_batches import text_batches
-from tests.family_checkpoints import FAMILIES, write_fp8
+from tests.family_checkpoints import FAMILIES, write_deepseek_v3, write_fp8
 from tests.tiny import MIXTURE, write_tiny
 
 TEXTS = ["Once upon a time there was a king", "def main():"]
@@ -185,6 +186,47 @@ def test_other_layers_cannot_be_compared(bundled, tmp_path):
         numerics(bundled, prompts=[[1, 2]])
     with pytest.raises(CheckpointError, match="no tokenizer"):
         numerics(write_tiny(tmp_path), prompts=TEXTS)
+
+
+@pytest.mark.parametrize("ids", [[1, 2, 16], [1, 2, 10**30]])
+def test_ids_that_the_model_does_not_have(tmp_path, ids):
+    folder = write_tiny(tmp_path)
+    with pytest.raises(ConfigError, match=r"text 1 has token id 1[06]\d*; expected 0 to 15"):
+        numerics(folder, prompts=[[1, 2, 3], ids])
+    with pytest.raises(ConfigError, match="expected 0 to 15"):
+        draft_divergence(load_model(folder), [[1, 2, 3], ids], [0, 0])
+    assert numerics(folder, prompts=[[1, 2, 15]]).tokens == 3
+
+
+@pytest.mark.parametrize(
+    "changes", [{"vocab_size": 24}, {"vocab_size": 12}, {"hidden_size": 64, "head_dim": 16}, {"rms_norm_eps": 1e-5}]
+)
+def test_a_source_of_other_sizes_is_no_source(tmp_path, changes):
+    one, other = write_tiny(tmp_path / "one"), write_tiny(tmp_path / "other", **changes)
+    key = next(iter(changes))
+    with pytest.raises(ConfigError, match=rf"have {key} \S+ and \S+; expected one model") as caught:
+        compare_layers(load_model(one), load_model(other), [[1, 2, 3]])
+    assert "/one" in str(caught.value) and "/other" in str(caught.value)
+
+
+def test_a_head_whose_copies_differ_in_one_file_alone(tmp_path):
+    """DeepSeek-V3's releases copy embedding and output matrix into the head; a file whose copies are others has them
+    for its own. Modules are still compared with their counterparts, and the distributions with the file's own."""
+    from safetensors.torch import load_file, save_file
+
+    same, other = write_deepseek_v3(tmp_path / "same"), tmp_path / "other"
+    tensors = load_file(same / "model.safetensors")
+    tensors["model.layers.3.shared_head.head.weight"] *= 2
+    other.mkdir()
+    save_file(tensors, other / "model.safetensors")
+    (other / "config.json").write_bytes((same / "config.json").read_bytes())
+    models = load_model(same), load_model(other)
+    assert models[0].draft.modules[0].head is None and models[1].draft.modules[0].head is not None
+    found = [compare_layers(*pair, [[5, 6, 7, 8]]) for pair in (models, models[::-1])]
+    for each in found:
+        assert not any(layer.added for layer in each.layers) and each.draft_kl > 0
+    assert found[0].draft_kl != found[1].draft_kl
+    assert compare_layers(models[1], models[1], [[5, 6, 7, 8]]).draft_kl == 0
 
 
 def test_the_command(bundled, capsys):

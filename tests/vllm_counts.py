@@ -12,6 +12,7 @@ Exit code 1 where a difference stays unexplained, 2 where nothing could be compa
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import sys
 from collections.abc import Callable
@@ -20,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 
 from mtplab import load_model, trace
 from mtplab.bench.peers import command, environments
@@ -46,11 +48,15 @@ class Case:
     stages: tuple[str, str]
     sizes: dict[str, Any] = field(default_factory=dict)  # what the CPU kernels ask for
     config: dict[str, Any] = field(default_factory=dict)  # of config.json, for vLLM alone
+    changes: dict[str, Any] = field(default_factory=dict)  # of the config that vLLM read
     dtype: str = "float32"
     deepest: int = 3
 
 
 _DELTA = {"linear_key_head_dim": 64, "linear_value_head_dim": 64}
+_STEP = {
+    "text_only": True, "swiglu_limits": None, "moe_num_experts": 1, "moe_top_k": 1, "moe_router_scaling_factor": 1.0,
+}  # fmt: skip
 # stages: model_executor/models/*_mtp.py of vLLM 0.32.0, and what the targets' `forward` returns
 CASES = {
     "qwen3_5_moe": Case(family_checkpoints.write_qwen3_5_moe, ("post_norm", "post_norm"), _DELTA, dtype="bfloat16"),
@@ -58,16 +64,19 @@ CASES = {
     "deepseek_v3": Case(
         family_checkpoints.write_deepseek_v3,
         ("post_norm", "post_norm"),
-        {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 64, "v_head_dim": 64},
+        {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 64, "v_head_dim": 64, "seed": 2},
     ),
     "glm4_moe": Case(family_checkpoints.write_glm4_moe, ("post_norm", "pre_norm")),
     # its config class is not transformers'; the architecture is what vLLM goes by
-    "mimo": Case(family_checkpoints.write_mimo, ("pre_norm", "post_norm"), config={"model_type": "qwen2"}),
-    # layers behind the first read a cache that was never filled for the prompt (v1/spec_decode/step3p5.py)
+    "mimo": Case(family_checkpoints.write_mimo, ("pre_norm", "post_norm"), {"seed": 7}, config={"model_type": "qwen2"}),
+    # its CPU build routes no sigmoids without groups and clamps no experts, so there is one, unclamped; its config
+    # class cuts layer_types to the target's layers, and then no head can be built; layers of the head behind its first
+    # read a cache that was never filled for the prompt (v1/spec_decode/step3p5.py)
     "step3p7": Case(
         family_checkpoints.write_step3p7,
         ("pre_norm", "pre_norm"),
-        {"text_only": True, "swiglu_limits": [0.0] * 4 + [7.0] + [0.0] * 3},
+        _STEP,
+        changes={"moe_router_activation": "softmax", "layer_types": family_checkpoints.STEP_TEXT["layer_types"]},
         deepest=1,
     ),
 }
@@ -82,6 +91,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--prompts", type=int, default=12)
     parser.add_argument("--tokens", type=int, default=48)
     parser.add_argument("--work", type=Path, default=ROOT / "build" / "vllm-counts")
+    parser.add_argument("--record", type=Path, help="keep what vLLM gave in this file, as tests/peers/families.json is")
     parser.add_argument("--timeout", type=int, default=600, help="seconds of one process")
     args = parser.parse_args(argv)
     python = args.python or environments.python_of(PEER, environments.environments_folder(None, ROOT))
@@ -94,7 +104,11 @@ def main(argv: list[str] | None = None) -> int:
     for name in args.families or CASES:
         print(f"\n{name}", flush=True)
         try:
-            compared = _compare(name, CASES[name], python, args)
+            folder, found = serve(name, CASES[name], python, args)
+            if args.record:
+                record(args.record, name, folder, found)
+            compared = compared_with(folder, CASES[name], found)
+            _print(compared, found)
         except MtplabError as error:
             print(f"not compared: {error}")
             continue
@@ -109,40 +123,85 @@ def prompts_of(count: int) -> list[list[int]]:
     return [torch.randint(2, family_checkpoints.VOCABULARY, (n,), generator=draw).tolist() for n in lengths]
 
 
-def _compare(name: str, case: Case, python: Path, args: argparse.Namespace) -> Compared:
+@dataclass
+class Found:
+    """What vLLM gave a family's prompts: leads without drafts, and texts [p][n], accepted drafts [p][r] and counters by
+    depth."""
+
+    leads: list[list[float]]
+    texts: dict[int, list[list[int]]]
+    accepted: dict[int, list[list[int]]]
+    counters: dict[int, dict[str, Any]]
+
+    def rounds(self, depth: int) -> list[list[int]]:
+        """Tokens that each round emitted [p][r]."""
+        both = zip(self.accepted[depth], self.texts[depth], strict=True)
+        return [emitted_of_steps(accepted, len(text)) for accepted, text in both]
+
+
+def serve(name: str, case: Case, python: Path, args: argparse.Namespace) -> tuple[Path, Found]:
+    """The checkpoint as mtplab reads it, and what vLLM makes of it."""
     ours, served = _folders(name, case, args.work.resolve())
-    prompts, depths = prompts_of(args.prompts), [depth for depth in args.depths if 0 < depth <= case.deepest]
-    found, reported, leads = {}, {}, None
-    for depth in (0, *depths):
-        result = _served(f"{name}-depth{depth}", served, case.dtype, prompts, depth, python, args)
-        texts = [each["ids"] for each in result["outputs"]]
-        if not depth:
-            leads = [each["leads"] for each in result["outputs"]]
+    found = Found([], {}, {}, {})
+    for depth in (0, *(depth for depth in args.depths if 0 < depth <= case.deepest)):
+        result = _served(f"{name}-depth{depth}", served, case, prompts_of(args.prompts), depth, python, args)
+        found.texts[depth] = [each["ids"] for each in result["outputs"]]
+        if depth:
+            found.accepted[depth] = [each["accepted"] for each in result["outputs"]]
+            found.counters[depth] = result["counters"]
         else:
-            told = result["counters"]
-            reported[depth] = f"{told['num_draft_tokens']} drafted, {told['num_accepted_tokens']} accepted"
-        steps = [emitted_of_steps(each["accepted"], args.tokens) for each in result["outputs"]] if depth else []
-        found[depth] = texts, steps
-    model = load_model(ours)
-    mine = trace(
-        model, prompts, max(depths), max_new_tokens=args.tokens, ignore_eos=True, exact=True,
-        target_hidden=case.stages[0], draft_hidden=case.stages[1],
-    )  # fmt: skip
-    in_bf16 = load_model(ours, dtype="bfloat16")
-    compared = compare(
-        model,
-        in_bf16,
-        prompts,
-        mine,
-        found,
-        float32=case.dtype == "float32",
-        carries=False,
-        leads=leads,
-        stages=case.stages,
-    )
-    print(counts_table(PEER.title, compared, reported, len(prompts)))
+            found.leads = [each["leads"] for each in result["outputs"]]
+    return ours, found
+
+
+def compared_with(folder: Path, case: Case, found: Found) -> Compared:
+    """vLLM's texts and rounds against mtplab's. Raises CheckpointError for a family that mtplab does not run."""
+    prompts, depths = prompts_of(len(found.leads)), list(found.accepted)
+    model, stages = load_model(folder), {"target_hidden": case.stages[0], "draft_hidden": case.stages[1]}
+    tokens = len(found.texts[0][0])
+    mine = trace(model, prompts, max(depths), max_new_tokens=tokens, ignore_eos=True, exact=True, **stages)
+    in_bf16, exact = load_model(folder, dtype="bfloat16"), case.dtype == "float32"
+    rounds = {0: (found.texts[0], [])} | {depth: (found.texts[depth], found.rounds(depth)) for depth in depths}
+    return compare(model, in_bf16, prompts, mine, rounds, exact, False, leads=found.leads, stages=case.stages)
+
+
+def _print(compared: Compared, found: Found) -> None:
+    reported = {
+        depth: f"{told['num_draft_tokens']} drafted, {told['num_accepted_tokens']} accepted"
+        for depth, told in found.counters.items()
+    }
+    print(counts_table(PEER.title, compared, reported, len(found.leads)))
     print(differences_table(PEER.title, compared, lambda ids: " ".join(map(str, ids))))
-    return compared
+
+
+def digest_of_values(folder: Path) -> str:
+    """SHA-256 of a checkpoint's tensors by name, however the file orders them."""
+    tensors, found = load_file(folder / "model.safetensors"), hashlib.sha256()
+    for name in sorted(tensors):
+        found.update(name.encode() + tensors[name].float().numpy().tobytes())
+    return found.hexdigest()
+
+
+def record(file: Path, name: str, folder: Path, found: Found) -> None:
+    """Add what vLLM gave to a file of families, for `tests/test_vllm_counts.py`."""
+    kept = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    kept[name] = {
+        "by": ", ".join(PEER.requirements),
+        "weights": digest_of_values(folder),
+        "leads": [[float(f"{lead:.7g}") for lead in each] for each in found.leads],
+        "texts": {depth: text for depth, text in found.texts.items() if not depth or text != found.texts[0]},
+        "accepted": found.accepted,
+    }
+    lines = (f"{json.dumps(key)}: {json.dumps(kept[key])}" for key in sorted(kept))
+    file.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
+
+
+def recorded(file: Path, name: str) -> tuple[str, Found]:
+    """(digest of the weights, what vLLM gave) of a family, as `record` wrote it."""
+    kept = json.loads(file.read_text(encoding="utf-8"))[name]
+    accepted = {int(depth): each for depth, each in kept["accepted"].items()}
+    texts = {depth: kept["texts"].get(str(depth), kept["texts"]["0"]) for depth in (0, *accepted)}
+    return kept["weights"], Found(kept["leads"], texts, accepted, {})
 
 
 def _folders(name: str, case: Case, work: Path) -> tuple[Path, Path]:
@@ -157,16 +216,16 @@ def _folders(name: str, case: Case, work: Path) -> tuple[Path, Path]:
 
 
 def _served(
-    name: str, folder: Path, dtype: str, prompts: list[list[int]], depth: int, python: Path, args: argparse.Namespace
+    name: str, folder: Path, case: Case, prompts: list[list[int]], depth: int, python: Path, args: argparse.Namespace
 ) -> dict[str, Any]:
     """What is kept of a depth, or what running it gives."""
     keeper = Keeper(args.work.resolve())
     job = {
         "prompts": prompts, "tokens": args.tokens, "depth": depth, "batch": len(prompts), "threads": 1, "length": 256,
-        "dtype": dtype, "ids alone": True, "leads": not depth, "model": str(folder),
+        "dtype": case.dtype, "ids alone": True, "leads": not depth, "model": str(folder),
         "requirements": list(PEER.requirements),
         "files": [digest_of(folder / each) for each in ("config.json", "model.safetensors")],
-    }  # fmt: skip
+    } | ({"config": case.changes} if case.changes else {})  # fmt: skip
     result = keeper.recall(name, job)
     if result is None:
         print(f"{name} …", file=sys.stderr, flush=True)

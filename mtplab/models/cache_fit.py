@@ -5,14 +5,16 @@ Reads no values and imports no torch, so that a sweep is refused while it is pla
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from mtplab.checkpoint import Checkpoint
 from mtplab.errors import CheckpointError, ConfigError
 from mtplab.models.config import ROOTS
 from mtplab.models.families import family_of
 from mtplab.models.spec import ModelConfig
-from mtplab.quant.policy import QuantPolicy
+from mtplab.quant.policy import QuantPolicy, resolve_policy
 
-__all__ = ["check_cache", "check_policy", "scale_names"]
+__all__ = ["check_cache", "check_policy", "fitting", "scale_names"]
 
 # of K and V: compressed-tensors and ModelOpt, Quark and old compressed-tensors, AutoFP8's one for both
 _ENDINGS = (
@@ -54,6 +56,19 @@ def check_policy(config: ModelConfig, policy: QuantPolicy, part: str = "target")
             f"{'have' if len(wrong) > 1 else 'has'} no KV cache here; expected some of {_some(attention)}, the "
             "target's attention layers"
         )
+
+
+def fitting(config: ModelConfig, policies: Iterable[str]) -> list[str]:
+    """Those of the policies under which such a model's caches can be kept, the target's and the draft's."""
+    found = []
+    for name in policies:
+        try:
+            for part in ("target", "draft"):
+                check_policy(config, resolve_policy(name), part)
+        except ConfigError:
+            continue
+        found.append(name)
+    return found
 
 
 def _some(numbers: list[int], most: int = 32) -> str:

@@ -9,10 +9,12 @@ from mtplab.models.families import family_of
 from mtplab.models.fields import Fields
 from mtplab.models.spec import ModelConfig
 
-__all__ = ["ROOTS", "ModelConfig", "parse_config"]
+__all__ = ["HEADS", "ROOTS", "ModelConfig", "parse_config"]
 
 # what names on disk begin with: the text model's own, and inside a multimodal wrapper
 ROOTS = ("model.", "model.language_model.", "language_model.model.")
+# likewise the vocabulary head, which some wrappers hold under the whole text model's root
+HEADS = ("language_model.lm_head", "lm_head")
 
 
 def parse_config(

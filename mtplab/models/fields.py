@@ -9,7 +9,7 @@ import math
 from collections.abc import Collection
 from typing import Any
 
-from mtplab.checkpoint.config_json import stored_dtype
+from mtplab.checkpoint.config_json import stored_dtype, text_config
 from mtplab.config import DTYPES, MAX_DEPTH
 from mtplab.errors import CheckpointError
 from mtplab.models.spec import Llama3, Yarn
@@ -25,7 +25,7 @@ class Fields:
 
     def __init__(self, config: dict[str, Any], file: object = "config.json", names: Collection[str] | None = None):
         self.whole, self.file, self.names = config, file, names
-        self.text: dict[str, Any] = config["text_config"] if isinstance(config.get("text_config"), dict) else config
+        self.text: dict[str, Any] = text_config(config)
 
     def wrong(self, key: str, expected: str) -> CheckpointError:
         """What to raise where a key holds what cannot be."""
@@ -111,6 +111,8 @@ class Fields:
     def rope_type(self, rope: dict[str, Any], *known: str) -> str:
         """How frequencies are scaled, which must be one of these; older files call it `type`."""
         found = rope.get("rope_type", rope.get("type", "default"))
+        # positions in an image's rows and columns, which are the same number for text
+        found = "default" if found == "mrope" else found
         if found not in known:
             raise CheckpointError(
                 f"{self.file}: rope_type is {found!r:.60}; expected {' or '.join(map(repr, known))}"
@@ -141,14 +143,14 @@ class Fields:
         factor = self.rope_number(rope, "factor", self.number("max_position_embeddings", 32768) / original)
         most, every = self.rope_number(rope, "mscale", 0.0), self.rope_number(rope, "mscale_all_dim", 0.0)
         attention = yarn_mscale(factor, most) / yarn_mscale(factor, every) if most and every else yarn_mscale(factor)
-        return Yarn(
-            factor,
-            original,
-            self.rope_number(rope, "beta_fast", 32.0),
-            self.rope_number(rope, "beta_slow", 1.0),
-            self.rope_number(rope, "attention_factor", attention),
-            rope.get("truncate", True) is not False,
-        )
+        fast, slow = self.rope_number(rope, "beta_fast", 32.0), self.rope_number(rope, "beta_slow", 1.0)
+        truncate = rope.get("truncate", True)
+        if min(fast, slow) < 1e-6 or not isinstance(truncate, bool):
+            raise CheckpointError(
+                f"{self.file}: beta_fast is {fast}, beta_slow {slow} and truncate {truncate!r:.60}; expected turns of "
+                "at least 1e-6, and true or false"
+            )
+        return Yarn(factor, original, fast, slow, self.rope_number(rope, "attention_factor", attention), truncate)
 
     def turned(self, head_dim: int, share: float) -> int:
         """How many of a head's features turn."""

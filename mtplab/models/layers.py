@@ -23,6 +23,7 @@ from mtplab.models.norm import RMSNorm
 from mtplab.models.part import Part
 from mtplab.models.passes import Pass
 from mtplab.models.rotary import rotate
+from mtplab.models.rows import by_element
 from mtplab.models.spec import AttentionSpec, DeltaSpec
 from mtplab.quant.gating import gated
 from mtplab.quant.linear import PackedLinear
@@ -92,7 +93,7 @@ class Attention(Part):
             mixed = mixed.mul_(gate.reshape(b, t, -1).sigmoid())
         for gates in of_heads:
             # of all padded rows: the vectorised and the scalar form differ in the last bit
-            opened = run.spread(gates.contiguous().sigmoid()).unsqueeze(-1)
+            opened = run.spread(by_element(torch.sigmoid, gates)).unsqueeze(-1)
             mixed = mixed.view(b, t, c.heads, c.head_dim).mul_(opened).flatten(2)
         return self.out.add_to(residual, run.gather(mixed))
 
@@ -148,8 +149,8 @@ class GatedDelta(Part):
     def __call__(self, residual: Tensor, x: Tensor, run: Pass, state: DeltaState) -> Tensor:
         qkv, z, beta, a = self._inputs(x)
         # gates of all padded rows, [m, v_heads]: their vectorised and scalar forms differ in the last bit
-        beta = beta.contiguous().float().sigmoid_()
-        log_decay = F.softplus(a.float() + self.dt_bias).mul_(self.minus_a)
+        beta = by_element(torch.sigmoid, beta.float())
+        log_decay = by_element(F.softplus, a.float() + self.dt_bias).mul_(self.minus_a)
         mix = self._with_kernels if run.kernels else self._with_torch
         # out [b, t, v_heads, dv]
         out = mix(run.spread(qkv), log_decay, beta, run, state)
@@ -216,7 +217,8 @@ class GatedDelta(Part):
     def _decode(self, q, k, v, log_decay, beta, window, run: Pass, state: DeltaState) -> Tensor:
         c, b, t = self.spec, run.batch, run.tokens
         n = b * c.v_heads
-        decay, beta = (run.spread(x).transpose(0, 1).reshape(t, n, 1, 1) for x in (log_decay.exp_(), beta))
+        gates = by_element(torch.exp, log_decay), beta
+        decay, beta = (run.spread(x).transpose(0, 1).reshape(t, n, 1, 1) for x in gates)
         q, k, v = (x.reshape(t, n, 1, x.shape[-1]) for x in (q, k, v))
         if t == 1:
             state.conv.copy_(window[:, 1:])

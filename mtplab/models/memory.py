@@ -21,7 +21,7 @@ from mtplab.config import DTYPES, MAX_DEPTH, EngineConfig, SpecConfig
 from mtplab.errors import CheckpointError, ConfigError
 from mtplab.models.asked import check_exclusions, load_settings, plan_arguments
 from mtplab.models.cache_fit import check_cache
-from mtplab.models.config import parse_config
+from mtplab.models.config import HEADS, parse_config
 from mtplab.models.held import DTYPE_BYTES, Held, held_weights, largest_product
 from mtplab.models.machine import available_memory
 from mtplab.models.spec import CacheRows, ModelConfig
@@ -58,9 +58,9 @@ class Caches:
     """What a run of `batch` sequences of `context` tokens keeps, in bytes; a token's as deployed and as held here.
 
     Here a CPU keeps a quantised cache's codes and beside them the values read back, and an unquantised one in the dtype
-    that is computed in; an engine keeps the codes alone, or BF16. Layers with a window keep every token here, and are
-    counted so of an engine too, which may drop those that nothing sees any more. `state`: the delta rule's, of a
-    sequence, with a copy for every draft token that may be rejected.
+    that is computed in; an engine keeps the codes alone, or BF16. `state`: the delta rule's, of a sequence, with a copy
+    for every draft token that may be rejected. A layer with a window keeps every token here, and counts so as deployed
+    too, where an engine may free what it has passed.
     """
 
     batch: int
@@ -233,7 +233,8 @@ def weights_in_memory(checkpoint: Checkpoint, plan: Plan, engine: EngineConfig, 
         kept = {layer.number for layer in config.layers}
         plan = replace(plan, modules=tuple(m for m in plan.modules if _in_slice(m, kept)))
     tied = None
-    if config is not None and config.tied_embeddings and "lm_head.weight" not in checkpoint.tensors:
+    own = any(f"{head}.weight" in checkpoint.tensors for head in HEADS)
+    if config is not None and config.tied_embeddings and not own:
         tied = config.vocab_size, config.hidden_size
     packs = cpu and dtype == "float32"
     # a matrix is whole in float32 as it is packed; on a GPU codes are joined; otherwise it is made where it stays

@@ -15,7 +15,7 @@ from torch import Tensor
 from mtplab.kernels.gemm_grouped import route
 from mtplab.models.layers import MLP
 from mtplab.models.part import Part, Swap, SwapExperts
-from mtplab.models.rows import EXACT_ROWS
+from mtplab.models.rows import EXACT_ROWS, by_element
 from mtplab.models.spec import MixtureSpec
 from mtplab.quant.experts import Experts
 from mtplab.quant.linear import PackedLinear
@@ -46,7 +46,7 @@ class Mixture(Part):
         """residual, x [m, hidden] of which the first `rows` count → [m, hidden]."""
         out = residual.clone() if self.shared is None else self.shared.alone(x)
         if self.shared_gate is not None:
-            out.mul_(self.shared_gate(x)[0].float().sigmoid_().to(x.dtype))
+            out.mul_(by_element(torch.sigmoid, self.shared_gate(x)[0].float()).to(x.dtype))
         if self.shared is not None:
             out.add_(residual)
         # over all m: a row's bits must not depend on how many there are

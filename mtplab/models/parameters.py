@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 
 import torch
@@ -19,7 +19,7 @@ from mtplab.checkpoint.experts import single_experts
 from mtplab.checkpoint.names import module_of
 from mtplab.checkpoint.values import plain_bands
 from mtplab.errors import CheckpointError
-from mtplab.models.config import ROOTS
+from mtplab.models.config import HEADS, ROOTS
 from mtplab.models.spec import MixtureSpec
 from mtplab.quant.block import BLOCK, ScaledTensor, Unread, quantize_block
 from mtplab.quant.experts import Experts, make_experts
@@ -47,9 +47,7 @@ class Parameters:
                 "the text model"
             )
         self.root = found[0]
-        # some wrappers hold the whole text model under their own root
-        wrapped = "language_model.lm_head"
-        self.lm_head = wrapped if f"{wrapped}.weight" in checkpoint.tensors else "lm_head"
+        self.lm_head = next((head for head in HEADS if f"{head}.weight" in checkpoint.tensors), "lm_head")
 
     def has(self, name: str) -> bool:
         """Whether the checkpoint has a tensor of this name."""
@@ -76,31 +74,25 @@ class Parameters:
         return PackedLinear([self._weight(n, (rows, in_features)) for n, rows in members], self.dtype, self.device)
 
     def experts(self, layer: str, spec: MixtureSpec, hidden: int) -> Experts:
-        """The experts of a layer whose names begin so: files hold them one by one, or stacked [e, n, k] (`stacks` of
-        `MixtureNames`) with gate above up where one tensor holds both."""
-        at, count, inner = f"{layer}{spec.names.experts}", spec.count, spec.size
-        names = [f"{at}.{e}.{part}_proj.weight" for e in range(count) for part in ("gate", "up", "down")]
-        stacks = [f"{layer}{stack}" for stack in spec.names.stacks]
-        stack = next(filter(self.has, stacks), None)
-        single = next(filter(self.has, names), None)
-        if stack is not None and single is not None:
-            raise CheckpointError(
-                f"{self.checkpoint.path}: holds experts twice, stacked as {stack} and singly as {single}; expected one "
-                "of the two, for nothing says which counts. Remove those that a conversion left behind."
-            )
-        if stack is not None:
-            # gate and up in one tensor, or in one each
-            parts = [2, 1] if len(stacks) == 2 else [1, 1, 1]
-            for name, n in zip(stacks[:-1], parts, strict=False):
-                self._expect(name, (count, n * inner, hidden))
-            self._expect(stacks[-1], (count, hidden, inner))
-            each = [self._stack(name, n) for name, n in zip(stacks, parts, strict=True)]
-            weights = [tuple(itertools.chain(*members)) for members in zip(*each, strict=True)]
-        else:
-            shapes = {"gate_proj": (inner, hidden), "up_proj": (inner, hidden), "down_proj": (hidden, inner)}
-            weights = [
-                tuple(self._weight(f"{at}.{e}.{name}", shape) for name, shape in shapes.items()) for e in range(count)
-            ]
+        """The experts of a layer whose names begin so, each projection stacked or one by one (`MixtureNames`)."""
+        at, shape, wide = f"{layer}{spec.names.experts}", (spec.size, hidden), (hidden, spec.size)
+        found: list[Iterable[tuple[LinearWeight, ...]]] = []
+        for stack, parts in spec.names.stacks:
+            name, (n, k) = f"{layer}{stack}", wide if parts == ("down_proj",) else shape
+            singles = [[f"{at}.{e}.{part}" for part in parts] for e in range(spec.count)]
+            if not self.has(name):
+                found.append([tuple(self._weight(each, (n, k)) for each in one) for one in singles])
+                continue
+            again = next((each for each in itertools.chain(*singles) if self.has(f"{each}.weight")), None)
+            if again is not None:
+                raise CheckpointError(
+                    f"{self.checkpoint.path}: holds experts twice, stacked as {name} and singly as {again}.weight; "
+                    "expected one of the two, for nothing says which counts. Remove those that a conversion left "
+                    "behind."
+                )
+            self._expect(name, (spec.count, len(parts) * n, k))
+            found.append(self._stack(name, len(parts)))
+        weights = [tuple(itertools.chain(*members)) for members in zip(*found, strict=True)]
         return make_experts(weights, self.dtype, self.device, spec.limit)
 
     def tied(self, embedding: Tensor) -> PackedLinear:

@@ -5,9 +5,13 @@ Knows nothing of what the rows hold.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch.nn.functional as F
 from torch import Tensor
 
+# numbers that AVX-512 works on at a time: two vectors, as torch's loops take them
+_VECTORS = 32
 # exact arithmetic pads the rows of a matrix to a multiple of this: up to it, products and vectorised functions may
 # give other bits for other numbers of rows (LOG.md)
 EXACT_ROWS = 8
@@ -21,6 +25,17 @@ def round_up(n: int, multiple: int) -> int:
 def row_count(n: int, exact: bool) -> int:
     """Rows of a matrix that holds n of them."""
     return round_up(n, EXACT_ROWS) if exact else n
+
+
+def by_element(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """An elementwise function of x [m, n] of as many rows as exact arithmetic has, worked in whole vectors.
+
+    What is left over of a few narrow rows is worked otherwise, and has other bits where there are other rows beside it:
+    a gate of one number a row is (`tests/test_exact.py`)."""
+    rest = -x.numel() % _VECTORS
+    if not rest:
+        return function(x.contiguous())
+    return function(F.pad(x.flatten(), (0, rest)))[: x.numel()].view(x.shape)
 
 
 def pad_rows(x: Tensor, rows: int) -> Tensor:

@@ -196,12 +196,16 @@ class DenseSpec:
 @dataclass(frozen=True)
 class MixtureNames:
     """What names on disk call a mixture's parts, within their layer. Experts lie one by one, `{experts}.{e}.gate_proj`
-    and so on, or stacked in tensors of `stacks`."""
+    and so on, or stacked [e, n, k]: `stacks` are such tensors and the projections that lie in each, one below the
+    other. Together those are gate, up and down."""
 
     router: str = "mlp.gate"
     bias: str = "mlp.gate.e_score_correction_bias"
     experts: str = "mlp.experts"
-    stacks: tuple[str, ...] = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
+    stacks: tuple[tuple[str, tuple[str, ...]], ...] = (
+        ("mlp.experts.gate_up_proj", ("gate_proj", "up_proj")),
+        ("mlp.experts.down_proj", ("down_proj",)),
+    )
     shared: str = "mlp.shared_experts"
     shared_gate: str = "mlp.shared_expert_gate"
 

@@ -151,7 +151,7 @@ def context_edges(longest: int, first: int = 64) -> list[int]:
 def compare_caches(
     model: Model,
     prompts: Any = None,
-    policies: Sequence[str | int] = ("none", "int8", "int4", "fp8_e4m3", "turboquant"),
+    policies: Sequence[str | int] | None = None,
     draft_policies: Sequence[str | int] = (),
     max_depth: int = 4,
     max_new_tokens: int = 64,
@@ -168,7 +168,8 @@ def compare_caches(
 
     Args:
         prompts: as `mtplab.sweep` takes them; None is the bundled ones.
-        policies, draft_policies: texts or numbers of `quant_policy`.
+        policies, draft_policies: texts or numbers of `quant_policy`. None of the first is none, int8, int4, fp8_e4m3
+            and turboquant, as far as this model's caches can be kept so.
         max_depth, max_new_tokens, temperature, seed: of the traces (`mtplab.trace`).
         texts: what quality is read on; None lets the model continue the prompts by `text_tokens` tokens, drawn at
             temperature 1 with an unquantised cache. The prompts themselves are then read and not judged.
@@ -179,12 +180,14 @@ def compare_caches(
     Raises ConfigError as `mtplab.trace` and `quality` do, Cancelled where `cancel` was set.
     """
     from mtplab.decode import Cancelled
-    from mtplab.models.cache_fit import check_cache
+    from mtplab.models.cache_fit import check_cache, fitting
     from mtplab.quant.policy import resolve_policy
 
     if model.draft is None:
         raise ConfigError(f"{model.checkpoint.path} has no MTP head: there is no acceptance to compare; use quality()")
     max_depth = traced_depth(max_depth)
+    if policies is None:
+        policies = fitting(model.config, ("none", "int8", "int4", "fp8_e4m3", "turboquant"))
     # a text is one policy, and not the letters of it
     policies, draft_policies = ([one] if isinstance(one, str) else one for one in (policies, draft_policies))
     if not policies:

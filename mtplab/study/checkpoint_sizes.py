@@ -40,6 +40,12 @@ def sizes_of(checkpoint: Checkpoint) -> ModelSizes:
     that the cost model does not know."""
     run, outer = _as_run(checkpoint), checkpoint.config
     text = outer.get("text_config") if isinstance(outer.get("text_config"), Mapping) else outer
+    if isinstance(text.get("attention_other_setting"), Mapping):
+        raise CheckpointError(
+            f"{checkpoint.path}: config.json gives some layers attention of another size (attention_other_setting), "
+            "and a window, which the cost model does not know; expected layers of attention that are alike. Measure "
+            "rounds instead (mtplab sweep, --method run)"
+        )
     read = _Reader(checkpoint, text)
     hidden, layers, heads = read("hidden"), read("layers"), read("heads")
     kinds = text.get("layer_types")

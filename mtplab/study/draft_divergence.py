@@ -43,7 +43,7 @@ def draft_divergence(model: Model, texts: Sequence[Sequence[int]], skips: Sequen
 
     if model.draft is None:
         raise ConfigError(f"{model.checkpoint.path}: there is no MTP head to ask")
-    check_texts(texts, skips)
+    check_texts(model, texts, skips)
     found: list[np.ndarray] = []
     row_bytes = 4 * (8 * model.config.vocab_size + 64 * model.config.hidden_size)
     with torch.inference_mode(), running_with(model_threads(model)), on_device(model.device):

@@ -163,7 +163,7 @@ def estimate_texts(
         draws = min(max(-(-_ENOUGH // max(1, len(texts))), 4), 32)
     if type(draws) is not int or draws < 1:
         raise ConfigError(f"draws is {draws!r:.60}; expected a whole number of at least 1")
-    check_texts(texts, skips)
+    check_texts(model, texts, skips)
     began = time.perf_counter()
     with running_with(model_threads(model)), on_device(model.device):
         parts = _Passes(model, quantised, draws, seed).over(texts, skips)

@@ -125,7 +125,7 @@ def build_units(
     draft_policies = None
     if draft_quant_policy is not None:
         draft_policies = _policies("draft_quant_policy", draft_quant_policy)
-    _check_caches(checkpoint, policies, draft_policies, drafts=any(depths))
+    check_caches(checkpoint, policies, draft_policies, drafts=any(depths))
     asked = [*policies, *(draft_policies or [])]
     texts = calibration_ids(asked, lambda text: (encode or tokenizer_encoder(folder))(text), calibration)
     temperatures = _distinct(_temperature(t) for t in axis("temperature", temperature))
@@ -308,7 +308,7 @@ def _following(policy: str) -> str:
     return resolve_policy(policy).everywhere.name
 
 
-def _check_caches(checkpoint: Any, policies: list[str], draft_policies: list[str] | None, drafts: bool) -> None:
+def check_caches(checkpoint: Any, policies: list[str], draft_policies: list[str] | None, drafts: bool) -> None:
     """Refuse policies that no run of this model could have, before anything runs. Raises ConfigError."""
     try:
         config = parse_config(checkpoint.config, names=checkpoint.tensors)

@@ -8,7 +8,7 @@ input that it has there, and its counterpart gets the same; every layer likewise
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -191,15 +191,12 @@ def compare_layers(
             `with_exclusions`).
         about: what else is to be said beside the numbers, of how the two were made.
 
-    Raises ConfigError for models whose layers differ, and for a text of less than three tokens.
+    Raises ConfigError for models that are not of the same sizes, and for a text of less than three tokens or of ids
+    that are not the models'.
     """
-    if plain.config.layers != quantised.config.layers or plain.config.draft_layers != quantised.config.draft_layers:
-        raise ConfigError(
-            f"{plain.checkpoint.path} and {quantised.checkpoint.path} have other layers here; expected the same "
-            "ones of one model, before and after it was quantised"
-        )
+    _check_alike(plain, quantised)
     skips = [0] * len(texts)
-    check_texts(texts, skips)
+    check_texts(plain, texts, skips)
     run = _Run(plain, quantised)
     row_bytes = 4 * (4 * plain.config.vocab_size + 64 * plain.config.hidden_size)
     with torch.inference_mode(), running_with(model_threads(plain)), on_device(plain.device):
@@ -215,8 +212,7 @@ class _Run:
         self.plain, self.quantised = plain, quantised
         self.modules, self.layers = _Sums(), _Sums()
         self.kl = self.slots = 0.0
-        others = zip(_linears(plain), _linears(quantised), strict=True)
-        pairs = {id(mine): its for mine, its in others}
+        pairs = {id(mine): its for mine, its in zip(_linears(plain), _linears(quantised), strict=True)}
         stacks = iter([mlp.experts for mlp in _mixtures(quantised)])
 
         def both(packed: PackedLinear) -> PackedLinear:
@@ -287,8 +283,28 @@ class _Run:
         return {name for linear in (head.linears() if head else ()) for name in linear.names}
 
 
+def _check_alike(plain: Model, quantised: Model) -> None:
+    """Raises ConfigError where numbers of the one would not be about the other."""
+    a, b = plain.config, quantised.config
+    if a.layers != b.layers or a.draft_layers != b.draft_layers:
+        raise ConfigError(
+            f"{plain.checkpoint.path} and {quantised.checkpoint.path} have other layers here; expected the same "
+            "ones of one model, before and after it was quantised"
+        )
+    for key in ("family", "vocab_size", "hidden_size", "num_layers", "rms_norm_eps"):
+        if getattr(a, key) != getattr(b, key):
+            raise ConfigError(
+                f"{plain.checkpoint.path} and {quantised.checkpoint.path} have {key} {getattr(a, key)} and "
+                f"{getattr(b, key)}; expected one model, before and after it was quantised"
+            )
+
+
 def _linears(model: Model) -> list[PackedLinear]:
-    return [*model.target.linears(), *(model.draft.linears() if model.draft is not None else ())]
+    """Those that are measured, in an order that two files of one model share: whether a head has an output matrix of
+    its own is each file's, for one that holds the target's has none."""
+    modules = model.draft.modules if model.draft is not None else ()
+    found = (linear for each in modules for linear in replace(each, head=None).linears())
+    return [*model.target.linears(), *found]
 
 
 def _mixtures(model: Model) -> list[Any]:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mtplab.decode.settings import token_ids
 from mtplab.errors import ConfigError
 from mtplab.models import Model
 from mtplab.models.attend import KEY_BLOCK
@@ -72,11 +73,12 @@ def text_batches(
         first = last
 
 
-def check_texts(texts: Sequence[Sequence[int]], skips: Sequence[int]) -> None:
-    """Raise ConfigError for a text in which no slot of a draft is judged."""
+def check_texts(model: Model, texts: Sequence[Sequence[int]], skips: Sequence[int]) -> None:
+    """Raise ConfigError for a text in which no slot of a draft is judged, or that is not of the model's ids."""
     for number, (text, skip) in enumerate(zip(texts, skips, strict=True)):
         if len(text) < skip + 3:
             raise ConfigError(f"text {number} has {len(text)} tokens, {skip} of them skipped; expected 3 after those")
+    token_ids(model, list(texts), "texts", "text")
 
 
 def _batch(model: Model, texts: Sequence[Sequence[int]], skips: Sequence[int]) -> TextBatch:

@@ -103,7 +103,7 @@ def differences_table(title: str, compared: Compared, decode: Callable[[list[int
             f"  prompt {x.what.prompt:2}, slot {x.what.slot:3}, draft {x.what.step}: by {who}, {text}, "
             f"{x.lead:+.4f}, in BF16 {x.lead_bf16:+.4f}, step {x.step:.4f}, depths {_list(x.depths)}: {x.why}"
         )
-    tie = "two BF16 steps" if compared.tie is None else f"{compared.tie:.4f}"
+    tie = "two BF16 steps" if compared.tie is None else f"{compared.tie:.2g}"
     out.append(f"rounds compared: {compared.rounds}; near-ties are margins up to {tie}")
     out.append(f"differences unexplained: {compared.unexplained}")
     for name, spread in (("tokens", compared.target_spread), ("drafts", compared.draft_spread)):

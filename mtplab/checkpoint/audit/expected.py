@@ -7,16 +7,20 @@ and names only; a family that is not here, or a config that leaves a size out, a
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from itertools import islice
 from typing import Any
 
 __all__ = ["expected_modules"]
 
 Shape = tuple[int, ...]
 Named = Iterator[tuple[str, Shape]]
+# experts of all layers, one by one, are 72,000 of a trillion parameters; a misprinted count would fill the memory
+_MOST = 400_000
 
 
 def expected_modules(text: dict[str, Any], heads: int) -> dict[str, Shape]:
-    """Module (normalised) → shape of its weight, as config.json's text part asks for; {} where it cannot be told.
+    """Module (normalised) → shape of its weight, as config.json's text part asks for; {} where it cannot be told, or
+    where it asks for more than any model has.
 
     `heads`: layers of the MTP head that are on disk.
     """
@@ -25,9 +29,10 @@ def expected_modules(text: dict[str, Any], heads: int) -> dict[str, Shape]:
         return {}
     try:
         size = _Sizes(text)
-        return {"model.embed_tokens": (size.vocab_size, size.hidden_size)} | dict(family(size, heads))
+        found = {"model.embed_tokens": (size.vocab_size, size.hidden_size)} | dict(islice(family(size, heads), _MOST))
     except _Unsaid:
         return {}
+    return found if len(found) < _MOST else {}
 
 
 class _Unsaid(Exception):
@@ -128,6 +133,8 @@ def _qwen3_5(c: _Sizes, heads: int) -> Named:
 
 def _qwen3_next(c: _Sizes, heads: int) -> Named:
     without = c._text.get("mlp_only_layers") or []
+    if not isinstance(without, list):
+        raise _Unsaid("mlp_only_layers")
     every = c.count("decoder_sparse_step") or 1
 
     def feed(at: str, number: int) -> Named:
@@ -245,6 +252,7 @@ def _step(c: _Sizes, heads: int) -> Named:
     kinds = text.get("layer_types")
     if not (isinstance(other, dict) and isinstance(mixtures, str) and isinstance(kinds, list) and len(kinds) >= count):
         raise _Unsaid("layer_types, moe_layers_enum or attention_other_setting")
+    mixed = {each.strip() for each in mixtures.split(",")}
     yield "model.norm", (c.hidden_size,)
     for i, kind in enumerate(kinds[:count]):
         at = f"model.layers.{i}"
@@ -255,7 +263,7 @@ def _step(c: _Sizes, heads: int) -> Named:
         yield from _head_norms(a, f"{at}.self_attn")
         if c.flag("use_head_wise_attn_gate"):
             yield f"{at}.self_attn.g_proj", (a.num_attention_heads, c.hidden_size)
-        if str(i) in mixtures.split(","):
+        if str(i) in mixed:
             yield from _stacked(c, at)
         else:
             yield from _mlp(f"{at}.mlp", c.hidden_size, c.intermediate_size)

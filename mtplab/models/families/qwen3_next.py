@@ -15,6 +15,8 @@ import re
 from dataclasses import replace
 
 from mtplab.checkpoint.draft_layouts import BEHIND_COUNT, OWN_COUNT, QWEN
+from mtplab.config import MAX_DEPTH
+from mtplab.errors import CheckpointError
 from mtplab.models.families.family import Family, Sizes
 from mtplab.models.families.qwen3_5 import hybrid, read_experts
 from mtplab.models.fields import Fields
@@ -54,6 +56,11 @@ def _head_layers(fields: Fields) -> int:
     if fields.names is None:
         return 1
     numbers = [int(found[1]) for found in map(_LAYER.match, fields.names) if found]
+    if max(numbers, default=0) >= MAX_DEPTH:
+        raise CheckpointError(
+            f"{fields.file}: {OWN_COUNT} is missing, and a tensor is named {QWEN.root}{QWEN.numbered}{max(numbers)}.*; "
+            f"expected at most {MAX_DEPTH} layers of the MTP head, counted from 0. Rename it, or give the count."
+        )
     # fusion without a layer: a head that is not whole, which says so as it is built
     return max(numbers, default=-1) + 1 or int(any(name.startswith(QWEN.root) for name in fields.names))
 

@@ -35,7 +35,7 @@ _NAMES = MixtureNames(
     router="moe.gate",
     bias="moe.router_bias",
     experts="moe.experts",
-    stacks=("moe.gate_proj.weight", "moe.up_proj.weight", "moe.down_proj.weight"),
+    stacks=tuple((f"moe.{part}.weight", (part,)) for part in ("gate_proj", "up_proj", "down_proj")),
     shared="share_expert",
 )
 
@@ -65,7 +65,8 @@ def _mixers(fields: Fields, count: int) -> list[AttentionSpec]:
     wrong = sorted({str(kind)[:40] for kind in kinds} - {_FULL, _SLIDING})
     if wrong:
         raise fields.wrong("layer_types", f"each {_FULL} or {_SLIDING}, found {', '.join(wrong)}")
-    if not all(fields.by_layer("use_rope_layers", count) if fields.text.get("use_rope_layers") else ()):
+    turning = fields.by_layer("use_rope_layers", count) if fields.text.get("use_rope_layers") else ()
+    if any(each is not True and each != 1 for each in turning):
         raise fields.wrong("use_rope_layers", f"true for every layer: {_VARIANT}")
     window = fields.number("sliding_window") if _SLIDING in kinds else None
     heads = {_FULL: _heads(fields), _SLIDING: _heads(_of_sliding(fields))}
@@ -111,10 +112,12 @@ def _scaling(fields: Fields) -> dict[str, Llama3]:
     if fields.rope_type(rope, "default", "llama3") == "default":
         return {}
     kinds = fields.text.get("yarn_only_types")
-    if not isinstance(kinds, list) or not kinds:
+    if not isinstance(kinds, list) or not kinds or any(kind not in (_FULL, _SLIDING) for kind in kinds):
         # vLLM scales all where this is missing, transformers the full ones alone
-        raise fields.wrong("yarn_only_types", "a list of the layer_types whose frequencies rope_scaling scales")
-    return dict.fromkeys(map(str, kinds), fields.llama3(rope))
+        raise fields.wrong(
+            "yarn_only_types", f"a list of the layer_types whose frequencies rope_scaling scales: {_FULL}, {_SLIDING}"
+        )
+    return dict.fromkeys(kinds, fields.llama3(rope))
 
 
 def _feeds(fields: Fields, count: int) -> list[Feed]:
@@ -138,10 +141,14 @@ def _limits(fields: Fields, key: str, count: int) -> list[float | None]:
 def _mixtures(fields: Fields) -> frozenset[int]:
     """Numbers of the layers with experts."""
     given = fields.text.get("moe_layers_enum")
-    found = given.split(",") if isinstance(given, str) else given if isinstance(given, list) else [None]
-    if not all(type(each) is int or (isinstance(each, str) and each.strip().isdecimal()) for each in found):
+    found = [each.strip() for each in given.split(",")] if isinstance(given, str) else given
+    if not isinstance(found, list) or not all(type(each) is int or _is_number(each) for each in found):
         raise fields.wrong("moe_layers_enum", "numbers of the layers with experts, such as '3,4,5'")
     return frozenset(map(int, found))
+
+
+def _is_number(text: object) -> bool:
+    return isinstance(text, str) and text.isascii() and text.isdigit() and len(text) < 6
 
 
 def _experts(fields: Fields, limit: float | None, shared_limit: float | None) -> MixtureSpec:

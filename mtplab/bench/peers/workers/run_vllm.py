@@ -2,8 +2,9 @@
 
 Greedy, end of text ignored, prefix caching off, every prompt of a batch at once; BF16 (all that its gated delta rule
 takes there) unless the job has a `dtype`. A job may have a `length` (most tokens of a sequence) of its own, say that
-its checkpoint has `ids alone` and no tokenizer, and ask for `leads`: by how much each token's logit leads the next
-largest. Rounds are vLLM's own per-request records of the same run, and the counters it publishes.
+its checkpoint has `ids alone` and no tokenizer, change what vLLM read of its `config`, and ask for `leads`: by how much
+each token's logit leads the next largest. Rounds are vLLM's own per-request records of the same run, and the counters
+it publishes.
 """
 
 from __future__ import annotations
@@ -42,6 +43,12 @@ def lead(token: int, likeliest) -> float:
     return likeliest[token].logprob - max(each.logprob for other, each in likeliest.items() if other != token)
 
 
+def changed(config):
+    """A config as vLLM read it, with the job's changes; a function, for vLLM passes no others on to the head's."""
+    config.update(JOB["config"])
+    return config
+
+
 def main() -> None:
     """Run the job on stdin."""
     began = time.perf_counter()
@@ -54,6 +61,8 @@ def main() -> None:
             "speculative_config": {"method": "mtp", "num_speculative_tokens": JOB["depth"]},
             "per_request_spec_decode_metrics": "detailed",
         }
+    if JOB.get("config"):
+        spec["hf_overrides"] = changed
     llm = LLM(
         model=JOB["model"],
         dtype=JOB.get("dtype", "bfloat16"),

@@ -168,16 +168,16 @@ class _BothHeadwise(HeadwiseLinear):
 
 
 class _BothExperts:
-    """Likewise, a layer's experts together."""
+    """Likewise, a layer's experts together, under one name."""
 
-    def __init__(self, plain: Experts, quantised: Experts, sums: _Sums):
-        self.names, self._plain, self._quantised, self._sums = plain.names, plain, quantised, sums
+    def __init__(self, name: str, plain: Experts, quantised: Experts, sums: _Sums):
+        self._name, self._plain, self._quantised, self._sums = name, plain, quantised, sums
         self.linears = plain.linears
 
     def __call__(self, x: Tensor, routing: Any) -> Tensor:
         """x [m, hidden] → [t, hidden], as `Experts` does."""
         found = self._plain(x, routing)
-        self._sums.add(self.names[0].partition(".experts.")[0] + ".experts", found, self._quantised(x, routing))
+        self._sums.add(self._name, found, self._quantised(x, routing))
         return found
 
 
@@ -224,7 +224,7 @@ class _Run:
         self.target, self.draft = exchanged(
             plain,
             both,
-            lambda experts, _: _BothExperts(experts, next(stacks), self.modules),
+            lambda experts, spec: _BothExperts(spec.names.of(experts.names[0]), experts, next(stacks), self.modules),
         )
 
     def read(self, batch: TextBatch) -> None:

@@ -19,6 +19,7 @@ from torch import Tensor
 from mtplab.decode.threads import model_threads, on_device, running_with
 from mtplab.errors import ConfigError
 from mtplab.models import Model
+from mtplab.models.spec import MixtureSpec
 from mtplab.models.variant import exchanged
 from mtplab.quant.headwise import HeadwiseLinear
 from mtplab.quant.linear import PackedLinear
@@ -221,11 +222,10 @@ class _Run:
             kind = _BothHeadwise if isinstance(packed, HeadwiseLinear) else _Both
             return kind(packed, pairs[id(packed)], self.modules)
 
-        self.target, self.draft = exchanged(
-            plain,
-            both,
-            lambda experts, spec: _BothExperts(spec.names.of(experts.names[0]), experts, next(stacks), self.modules),
-        )
+        def both_experts(experts: Experts, spec: MixtureSpec) -> Any:
+            return _BothExperts(spec.names.experts_of(experts.names[0]), experts, next(stacks), self.modules)
+
+        self.target, self.draft = exchanged(plain, both, both_experts)
 
     def read(self, batch: TextBatch) -> None:
         """One batch."""
@@ -313,11 +313,13 @@ def _mixtures(model: Model) -> list[Any]:
 
 
 def _about(model: Model) -> list[str]:
-    c = model.config
+    c, said = model.config, []
+    if c.mtp_layers > 1:
+        said.append("Every module of the head reads what the first one does: the target's hidden state, the next token.")
     if not c.sliced:
-        return []
+        return said
     numbers = [layer.number for layer in c.layers]
-    said = [f"A slice: {len(numbers)} of the target's {c.num_layers} layers ({_ranges(numbers)})."]
+    said += [f"A slice: {len(numbers)} of the target's {c.num_layers} layers ({_ranges(numbers)})."]
     if numbers[0]:
         said.append(
             f"Layer {numbers[0]} reads embeddings in place of what layer {numbers[0] - 1} gives: its inputs are not "

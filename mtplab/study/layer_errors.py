@@ -315,7 +315,7 @@ def _mixtures(model: Model) -> list[Any]:
 def _about(model: Model) -> list[str]:
     c, said = model.config, []
     if c.mtp_layers > 1:
-        said.append("Every module of the head reads what the first one does: the target's hidden state, the next token.")
+        said.append("Every module of the head reads what the first one does: the target's hidden state and next token.")
     if not c.sliced:
         return said
     numbers = [layer.number for layer in c.layers]

@@ -55,7 +55,7 @@ def test_what_is_wrong_is_not(monkeypatch):
     assert wrong(case, "block scales") == "two runs differ"
 
 
-SIZES = Sizes(2, 2, 70, 256, 4, 2, 32, 1, 2, 16, 300)
+SIZES = Sizes(2, 2, 70, 256, 4, 2, 32, 1, 2, 16, 300, 64)
 
 
 @pytest.mark.slow

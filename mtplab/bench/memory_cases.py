@@ -44,6 +44,7 @@ class Sizes:
     v_heads: int = 48
     delta_dim: int = 128
     vocabulary: int = 248_320
+    prompt: int = 4096  # rows of a pass that reads a prompt
 
 
 @dataclass
@@ -91,7 +92,7 @@ def memory_cases(
         return torch.randn(*shape, generator=g, device=device).bfloat16()
 
     e4m3 = torch.float8_e4m3fnuz if target(device).e4m3 == "fp8e4b8" else torch.float8_e4m3fn
-    for m in (s.batch * s.tokens, 4096):
+    for m in (s.batch * s.tokens, s.prompt):
         yield f"quantise [{m}, {s.hidden}]", partial(_quantise, m, s, normal, e4m3)
     for form in FORMATS:
         yield f"write {form}", partial(_write, form, s, normal, device)

@@ -49,6 +49,11 @@ WEIGHTS: dict[str, dict[str, Any]] = {
     "attention kept": {"model_format": "fp8", "exclude": ["*attn*"]},
 }
 POLICIES = ("none", "int8", "fp8")
+# each way to treat weights with an unquantised cache or a quantised one, every policy under BF16 and under FP8
+TREATMENTS = (
+    ("bf16", "none"), ("bf16", "int8"), ("bf16", "fp8"), ("fp8", "int8"), ("all fp8", "none"),
+    ("attention kept", "fp8"),
+)  # fmt: skip
 
 
 def some_ids(count: int, seed: int = 3) -> list[int]:

@@ -10,6 +10,7 @@ import pytest
 
 import mtplab
 import sparse_checkpoints
+from family_checkpoints import FAMILIES
 from mtplab.errors import CheckpointError
 from mtplab.study.checkpoint_sizes import sizes_of, weights_of
 from mtplab.study.models_catalogue import model
@@ -101,3 +102,26 @@ def test_bytes_that_do_not_fit_the_dimensions_are_refused(bundled, tmp_path):
     opened = _changed(bundled, tmp_path / "ckpt", intermediate_size=64)
     with pytest.raises(CheckpointError, match=r"mlp has .* bytes, 16.00 for each of .*; expected 0.3 to 4.6"):
         weights_of(opened, sizes_of(opened))
+
+
+def test_queries_that_are_made_from_the_hidden_state(tmp_path):
+    opened = mtplab.open_checkpoint(FAMILIES["deepseek_v3"](tmp_path / "v3", q_lora_rank=None))
+    sizes = sizes_of(opened)
+    assert "q_b" not in sizes.attention.parameters(sizes.hidden)
+    kept = weights_of(opened, sizes)
+    assert kept.mixer.nbytes == kept.draft_mixer.nbytes == 2, "every parameter is counted, and none twice"
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "words"),
+    [
+        ("step3p7", {}, r"attention layers of Step-3\.5, 3\.7 differ"),
+        ("glm4_moe", {"heads": 2}, "its MTP head has 2 layers, each with a projection of its own"),
+    ],
+)
+def test_layers_that_the_cost_model_does_not_know_are_refused(tmp_path, family, changes, words):
+    """And not taken for others, twice as heavy."""
+    opened = mtplab.open_checkpoint(FAMILIES[family](tmp_path / "ckpt", **changes))
+    with pytest.raises(CheckpointError, match=words) as caught:
+        sizes_of(opened)
+    assert "`mtplab measure`" in str(caught.value)

@@ -23,6 +23,7 @@ from mtplab.study.module_groups import module_groups
 from mtplab.study.prompts import load_prompts
 from mtplab.study.sensitivity import sensitivity
 from mtplab.study.trace import trace
+from tests.family_checkpoints import FAMILIES
 
 PLANTED = ("model.layers.1.mlp.gate_proj", "mtp.fc")
 SMALL = {"max_new_tokens": 24}
@@ -291,6 +292,25 @@ def test_a_portable_list_loads_everywhere(bundled):
     assert meter.bf16.mean_kl.value == 0 and sensitivity(meter).additivity.ratio == pytest.approx(1)
     with pytest.raises(ConfigError, match="keep: 'mtp.norm'"):
         ExclusionMeter(bundled, keep=["mtp.norm"])
+
+
+def test_a_head_behind_the_targets_layers_has_kinds_of_its_own(tmp_path):
+    """Its modules are named as the target's are, and a name stands for one group."""
+    ckpt = mtplab.open_checkpoint(FAMILIES["step3p7"](tmp_path / "step"))
+    for grouping in ("kind", "layer", "fused"):
+        groups = module_groups(ckpt, grouping)
+        assert len({group.name for group in groups}) == len(groups)
+    found = {group.name: group for group in module_groups(ckpt, "kind")}
+    assert found["model.layers.*.self_attn.q_proj"].part == "target"
+    assert found["model.layers.5+6+7.self_attn.q_proj"].part == "draft"
+    assert len(found["model.layers.5+6+7.self_attn.q_proj"].modules) == 3
+    never = ("moe.gate", "shared_head.output", "lm_head")
+    assert not [name for group in found.values() for name in group.modules if name.endswith(never)]
+
+
+def test_layers_of_a_head_with_another_name_are_layers(tmp_path):
+    ckpt = mtplab.open_checkpoint(FAMILIES["mimo"](tmp_path / "mimo"))
+    assert "model.mtp_layers.0.*" in {group.name for group in module_groups(ckpt, "layer")}
 
 
 def test_kinds_go_over_all_layers(bundled):

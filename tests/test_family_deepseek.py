@@ -11,9 +11,9 @@ from transformers.models.deepseek_v3 import modeling_deepseek_v3 as theirs
 
 from family_checkpoints import load_target, write_deepseek_v3, write_fp8
 from family_checks import (
-    POLICIES,
     PROMPTS,
     TOLERANCE,
+    TREATMENTS,
     WEIGHTS,
     Definition,
     HeadModule,
@@ -136,8 +136,7 @@ def test_drafts_of_two_layers_are_transformers(two):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("policy", [*POLICIES, "int4"])
-@pytest.mark.parametrize("weights", list(WEIGHTS))
+@pytest.mark.parametrize("weights, policy", [*TREATMENTS, ("fp8", "int4")])
 def test_lossless_and_traced_exactly(folder, weights, policy):
     check_lossless(load_model(folder, **WEIGHTS[weights]), policy)
 

@@ -10,8 +10,8 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer, Qwen2RMS
 
 from family_checkpoints import load_target, write_fp8, write_mimo
 from family_checks import (
-    POLICIES,
     PROMPTS,
+    TREATMENTS,
     WEIGHTS,
     Definition,
     HeadModule,
@@ -93,8 +93,7 @@ def test_served_as_vllm_does(pair, folder):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("weights", list(WEIGHTS))
+@pytest.mark.parametrize("weights, policy", TREATMENTS)
 def test_lossless_and_traced_exactly(folder, weights, policy):
     check_lossless(load_model(folder, **WEIGHTS[weights]), policy)
 

@@ -11,8 +11,8 @@ from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextDecoderL
 
 from family_checkpoints import load_target, write_fp8, write_qwen3_next
 from family_checks import (
-    POLICIES,
     PROMPTS,
+    TREATMENTS,
     WEIGHTS,
     Definition,
     HeadModule,
@@ -98,8 +98,7 @@ def test_drafts_are_those_of_the_definition(pair, folder, hidden):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("weights", list(WEIGHTS))
+@pytest.mark.parametrize("weights, policy", TREATMENTS)
 def test_lossless_and_traced_exactly(folder, weights, policy):
     check_lossless(load_model(folder, **WEIGHTS[weights]), policy)
 

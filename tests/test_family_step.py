@@ -13,8 +13,8 @@ from transformers.models.step3p7.modeling_step3p7 import Step3p7DecoderLayer, St
 
 from family_checkpoints import load_target, longer, model_of, write_fp8, write_step3p7
 from family_checks import (
-    POLICIES,
     PROMPTS,
+    TREATMENTS,
     WEIGHTS,
     Definition,
     HeadModule,
@@ -179,8 +179,7 @@ def test_drafts_are_transformers(pair, folder, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("weights", list(WEIGHTS))
+@pytest.mark.parametrize("weights, policy", TREATMENTS)
 def test_lossless_and_traced_exactly(folder, weights, policy):
     check_lossless(load_model(folder, **WEIGHTS[weights]), policy)
 

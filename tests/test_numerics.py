@@ -17,7 +17,7 @@ from mtplab.quant.policy import resolve_policy
 from mtplab.study.draft_divergence import draft_divergence
 from mtplab.study.layer_errors import compare_layers
 from mtplab.study.text_batches import text_batches
-from tests.family_checkpoints import write_deepseek_v3, write_step3p7
+from tests.family_checkpoints import FAMILIES, write_deepseek_v3, write_fp8, write_step3p7
 from tests.tiny import MIXTURE, write_tiny
 
 TEXTS = ["Once upon a time there was a king", "def main():"]
@@ -188,6 +188,19 @@ def test_experts_have_their_part_and_are_listed_where_they_are_in_fp8(tmp_path, 
     stacks = [glob for glob in ("*.experts*", "*.moe.*") if any(fnmatchcase(m.name, glob) for m in modules)]
     kept = numerics(folder, prompts=ids, exclude=stacks)
     assert kept.modules and not any(module.name.endswith(".experts") for module in kept.modules)
+
+
+def test_stacks_of_another_name_are_one_line_a_layer_too(tmp_path):
+    found = numerics(FAMILIES["step3p7"](tmp_path / "step"), "2", [[1, 2, 3, 4, 5, 6, 7]])
+    names = [module.name for module in found.modules]
+    assert "model.layers.2.moe.experts" in names and not any("gate_proj.experts" in name for name in names)
+
+
+def test_what_rounds_no_input_is_said(tmp_path):
+    found = numerics(write_fp8("deepseek_v3", tmp_path / "v3"), prompts=[[1, 2, 3, 4, 5, 6, 7]])
+    errors = {module.name: module.error for module in found.modules}
+    assert errors["model.layers.0.self_attn.kv_b_proj"] == 0 < errors["model.layers.0.self_attn.q_b_proj"]
+    assert "kv_b_proj has no such error" in "\n".join(found.about)
 
 
 def test_what_a_slice_leaves_out_is_said(bundled, bundled_fp8):

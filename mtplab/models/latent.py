@@ -30,7 +30,9 @@ class LatentAttention(Part):
     W_uk,iᵀ q, which meets c itself, and W_uv,i is applied to the weighted sum of the c's. That is always so, for
     prompts too, so that runs and traces give the same bits; engines do it when they decode. kv_b_proj, which holds W_uk
     and W_uv, thus multiplies no row: in FP8 its values are those of its codes, and nothing is rounded before it,
-    as in vLLM, whose decoding uses kv_b_proj dequantised (`MLACommonImpl.process_weights_after_loading`).
+    as in vLLM, whose decoding uses kv_b_proj dequantised (`MLACommonImpl.process_weights_after_loading`). Engines part
+    here: vLLM reads prompts with kv_b_proj as a linear layer, whose input is rounded; SGLang decodes with both halves
+    in FP8, and rounds what goes into them per tensor (`per_tensor_quant_mla_fp8` and `bmm_fp8`). Neither is computed.
 
     `inputs` members: q_a_proj [q_rank, hidden], or q_proj [h·q_dim, hidden] where there is no rank; kv_a_proj_with_mqa
     [kv_rank + rope, hidden]. `q_b` [h·q_dim, q_rank], each head's features that do not turn before those that do.

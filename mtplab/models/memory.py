@@ -230,7 +230,8 @@ def weights_in_memory(checkpoint: Checkpoint, plan: Plan, engine: EngineConfig, 
     stored = stored_dtype(checkpoint.config) if config is None else config.dtype
     dtype = engine.dtype or ("float32" if cpu else stored if stored in DTYPES else "bfloat16")
     if config is not None and config.sliced:
-        plan = replace(plan, modules=tuple(m for m in plan.modules if _in_slice(m, config)))
+        kept = {layer.number for layer in config.layers}
+        plan = replace(plan, modules=tuple(m for m in plan.modules if _in_slice(m, kept)))
     tied = None
     own = any(f"{head}.weight" in checkpoint.tensors for head in HEADS)
     if config is not None and config.tied_embeddings and not own:
@@ -245,10 +246,10 @@ def weights_in_memory(checkpoint: Checkpoint, plan: Plan, engine: EngineConfig, 
     return Weights(engine.device, dtype, held, each * max(largest_product(plan), math.prod(tied or ())))
 
 
-def _in_slice(module: ModulePlan, config: ModelConfig) -> bool:
-    """Whether a slice of the target has this module: those of other layers are left on disk."""
+def _in_slice(module: ModulePlan, kept: set[int]) -> bool:
+    """Whether a slice of these of the target's layers has this module: those of other layers are left on disk."""
     number = layer_of(module.name) if module.part == "target" else None
-    return number is None or any(layer.number == number for layer in config.layers)
+    return number is None or number in kept
 
 
 def refuse_what_cannot_fit(checkpoint: Checkpoint, weights: Weights) -> None:

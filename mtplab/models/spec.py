@@ -213,6 +213,10 @@ class MixtureNames:
         """The layer that one of its experts' modules is of, with its dot."""
         return module.partition(f".{self.experts.partition('.')[0]}.")[0] + "."
 
+    def of(self, module: str) -> str:
+        """What the experts that one of their modules is of are called together."""
+        return self.layer_of(module) + self.experts
+
 
 @dataclass(frozen=True)
 class MixtureSpec:

@@ -10,6 +10,8 @@ from typing import Any
 
 from mtplab.checkpoint import Checkpoint
 from mtplab.errors import CheckpointError
+from mtplab.models.config import ModelConfig, parse_config
+from mtplab.models.families import family_of
 from mtplab.study.model_sizes import Attention, DeltaRule, Experts, Format, ModelSizes, Weights
 
 __all__ = ["sizes_of", "weights_of"]
@@ -26,7 +28,7 @@ _KEYS = {
     "top": ("num_experts_per_tok",),
     "expert_inner": ("moe_intermediate_size",),
     "dense": ("first_k_dense_replace",),
-    # other families' counts do not say whether a layer is a depth, nor whether each has a projection of its own
+    # of a family that is not run: other keys do not say whether a layer is a depth, nor what projections there are
     "draft_layers": ("mtp_num_hidden_layers",),
 }
 # where the layers with experts are otherwise
@@ -34,8 +36,9 @@ _EVERY = ("decoder_sparse_step", "mlp_only_layers", "moe_layer_freq")
 
 
 def sizes_of(checkpoint: Checkpoint) -> ModelSizes:
-    """A checkpoint's dimensions. Raises CheckpointError naming the key that is missing or makes no sense."""
-    outer = checkpoint.config
+    """A checkpoint's dimensions. Raises CheckpointError naming the key that is missing or makes no sense, or the layers
+    that the cost model does not know."""
+    run, outer = _as_run(checkpoint), checkpoint.config
     text = outer.get("text_config") if isinstance(outer.get("text_config"), Mapping) else outer
     if isinstance(text.get("attention_other_setting"), Mapping):
         raise CheckpointError(
@@ -58,7 +61,8 @@ def sizes_of(checkpoint: Checkpoint) -> ModelSizes:
         )))  # fmt: skip
     if text.get("kv_lora_rank"):
         names = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-        attention = Attention(heads, 0, 0, False, *(read.key(name) for name in names))
+        # 0 where queries are made from the hidden state
+        attention = Attention(heads, 0, 0, False, *(read.key(name, 0 if name == names[0] else None) for name in names))
     else:
         gate = delta is not None and text.get("attn_output_gate", True) is True
         head_dim = read.key("head_dim", hidden // heads)
@@ -76,8 +80,31 @@ def sizes_of(checkpoint: Checkpoint) -> ModelSizes:
     tied = text.get("tie_word_embeddings", outer.get("tie_word_embeddings", False)) is True
     return ModelSizes(
         checkpoint.path.name, hidden, read("vocabulary"), attention, full, f"{checkpoint.path.name}/config.json", delta,
-        layers - full, read("inner", 0), experts, dense, tied, max(1, read("draft_layers", 0)),
+        layers - full, read("inner", 0), experts, dense, tied,
+        max(1, read("draft_layers", 0) if run is None else run.mtp_layers),
     )  # fmt: skip
+
+
+def _as_run(checkpoint: Checkpoint) -> ModelConfig | None:
+    """What a checkpoint is read as where its family is run, None for another, of which config.json's keys alone are
+    known. Raises CheckpointError for layers that have no place in `ModelSizes`."""
+    try:
+        config = parse_config(checkpoint.config, names=checkpoint.tensors)
+    except CheckpointError:
+        return None
+    if len(config.geometries) > 1 or any(geometry.window for geometry in config.geometries):
+        raise CheckpointError(
+            f"{checkpoint.path}: attention layers of {config.family} differ in heads, rotation or how far they see, "
+            "and the cost model takes all for alike; expected one kind of attention. What depth pays on this machine, "
+            "`mtplab measure` times"
+        )
+    if config.mtp_layers > 1 and family_of(checkpoint.config)[0].layout.behind:
+        raise CheckpointError(
+            f"{checkpoint.path}: its MTP head has {config.mtp_layers} layers, each with a projection of its own, and "
+            "the cost model knows one projection for all; expected one layer. What depth pays on this machine, `mtplab "
+            "measure` times"
+        )
+    return config
 
 
 def weights_of(checkpoint: Checkpoint, sizes: ModelSizes, model_format: str | None = None) -> Weights:

@@ -172,9 +172,9 @@ class _BothHeadwise(HeadwiseLinear):
 class _BothExperts:
     """Likewise, a layer's experts together, under one name."""
 
-    def __init__(self, plain: Experts, quantised: Experts, sums: _Sums, name: str):
-        self.names, self._plain, self._quantised, self._sums = plain.names, plain, quantised, sums
-        self.linears, self._name = plain.linears, name
+    def __init__(self, name: str, plain: Experts, quantised: Experts, sums: _Sums):
+        self._name, self._plain, self._quantised, self._sums = name, plain, quantised, sums
+        self.linears = plain.linears
 
     def __call__(self, x: Tensor, routing: Any) -> Tensor:
         """x [m, hidden] → [t, hidden], as `Experts` does."""
@@ -228,9 +228,9 @@ class _Run:
 
         def both_experts(experts: Experts, spec: MixtureSpec) -> _BothExperts:
             its = next(stacks)
-            name = spec.names.layer_of(its.names[0]) + spec.names.experts
+            name = spec.names.of(experts.names[0])
             self.members[name] = its.names
-            return _BothExperts(experts, its, self.modules, name)
+            return _BothExperts(name, experts, its, self.modules)
 
         self.target, self.draft = exchanged(plain, both, both_experts)
 

@@ -17,8 +17,9 @@ __all__ = ["FORMATS", "WEIGHTS", "Attention", "DeltaRule", "Experts", "Format", 
 class Attention:
     """Full attention. Grouped queries: `heads`, `kv_heads`, `head_dim`; `gate`: q also brings an output gate.
 
-    Latent attention (DeepSeek's MLA) where `kv_lora` is given: `q_lora`, `nope`, `rope` and `v_dim` features a head;
-    the cache holds `kv_lora + rope` numbers a token, the same on every rank.
+    Latent attention (DeepSeek's MLA) where `kv_lora` is given: `nope`, `rope` and `v_dim` features a head, `q_lora`
+    that queries are made from, 0 for the hidden state itself; the cache holds `kv_lora + rope` numbers a token, the
+    same on every rank.
     """
 
     heads: int
@@ -34,9 +35,10 @@ class Attention:
     def parameters(self, hidden: int) -> dict[str, int]:
         """Parameters of each product, in the order in which they run."""
         if self.kv_lora:
+            queries = self.heads * (self.nope + self.rope)
             return {
-                "q_a, kv_a": hidden * (self.q_lora + self.kv_lora + self.rope),
-                "q_b": self.q_lora * self.heads * (self.nope + self.rope),
+                "q_a, kv_a": hidden * ((self.q_lora or queries) + self.kv_lora + self.rope),
+                **({"q_b": self.q_lora * queries} if self.q_lora else {}),
                 "absorb k": self.heads * self.nope * self.kv_lora,
                 "absorb v": self.heads * self.v_dim * self.kv_lora,
                 "out": self.heads * self.v_dim * hidden,

@@ -23,10 +23,10 @@ GROUPINGS = ("fused", "module", "kind", "layer", "part")
 _FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("in_proj_qkv", "in_proj_z"),
           ("in_proj_b", "in_proj_a"), ("q_a_proj", "kv_a_proj_with_mqa"))  # fmt: skip
 # what engines build in BF16 whatever a list says, by the end of its name: vocabulary heads, routers and gates
-_NEVER = ("lm_head", "shared_head.head", "mlp.gate", "shared_expert_gate")
+_NEVER = ("lm_head", "shared_head.head", "shared_head.output", "mlp.gate", "moe.gate", "shared_expert_gate")
 _FAMILY = {name: family for family in _FUSED for name in family}
 _EXPERT = re.compile(r"\bexperts\.[0-9]+\b")
-_LAYER = re.compile(r"(.*?\blayers\.)([0-9]+)\.")
+_LAYER = re.compile(r"(.*?(?:\b|_)layers\.)([0-9]+)\.")
 
 
 @dataclass(frozen=True)
@@ -77,10 +77,21 @@ def module_groups(
     found: dict[tuple[str, str], list[str]] = {}
     for module, name in _named(list(saved), grouping):
         found.setdefault((parts[module], name), []).append(module)
+    # a head behind the target's layers is named as those are
+    targets = {name for part, name in found if part == "target"}
     return [
-        ModuleGroup(name if len(modules) > 1 else modules[0], part, tuple(modules), sum(map(saved.get, modules)))
+        ModuleGroup(
+            _name(_of_layers(name, modules) if part == "draft" and name in targets else name, modules),
+            part,
+            tuple(modules),
+            sum(map(saved.get, modules)),
+        )
         for (part, name), modules in found.items()
     ]
+
+
+def _name(name: str, modules: Sequence[str]) -> str:
+    return name if len(modules) > 1 else modules[0]
 
 
 def never_fp8(module: str) -> bool:
@@ -122,6 +133,12 @@ def _fused(module: str) -> str:
 def _kind(module: str) -> str:
     found = _LAYER.match(module)
     return _EXPERT.sub("experts.*", f"{found[1]}*.{module[found.end() :]}") if found else module
+
+
+def _of_layers(name: str, modules: Sequence[str]) -> str:
+    """The name of a kind with the numbers of its layers in place of the star; of what is no kind, as it is."""
+    numbers = dict.fromkeys(found[2] for found in map(_LAYER.match, modules) if found)
+    return name.replace("layers.*.", f"layers.{'+'.join(numbers)}.", 1)
 
 
 def _layer(module: str) -> str:

@@ -24,6 +24,7 @@ _INPUTS_ALONE = (
     "The file holds no weights from before it was quantised: errors are of rounding inputs alone. A source adds those "
     "of weights."
 )
+_NO_INPUT = "kv_b_proj has no such error: latent attention multiplies no row by it, and rounds nothing before it."
 
 
 def numerics(
@@ -56,7 +57,8 @@ def numerics(
     else:
         quantised = load_model(checkpoint, device, exclude=exclude, exact=False, layers=layers)
         if source is None:
-            plain, about = quantised.with_exclusions("*", "*"), _INPUTS_ALONE
+            plain = quantised.with_exclusions("*", "*")
+            about = f"{_INPUTS_ALONE} {_NO_INPUT}" if plain.config.one_row else _INPUTS_ALONE
         else:
             plain = load_model(source, device, dtype=quantised.dtype, exact=False, layers=layers)
             about = f"Against {printable(folder_name(plain.checkpoint.path))}, which it is said to be made from."

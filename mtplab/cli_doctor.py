@@ -42,7 +42,7 @@ OPERATIONS: dict[str, str | None] = {
     "short convolution, decoding": "conv_update_jit",
     "acceptance of drafts": "acceptance_jit",
     "decoding over a cache of turboquant, of K and V stored apart, or of FP8 with a scale per head": None,
-    "decoding with latent attention": None,
+    "decoding with latent attention, or with layers that have a window": None,
     "prompts: attention and the chunked gated delta rule": None,
     "unrounded inputs times FP8 weights (W8A16)": None,
     "norms, rotary embedding, gates, embedding, vocabulary head": None,

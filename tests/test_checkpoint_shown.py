@@ -38,8 +38,9 @@ def test_tensors_and_bytes_by_dtype_are_those_of_the_headers(bundled_fp8: Path) 
         [dtype, f"{count[dtype]:,}", f"{nbytes:,}"] for dtype, nbytes in size.most_common()
     ]
     page = ckpt._repr_html_()
-    for text in (f"{size['F8_E4M3']:,}", quantised, f"<strong>{bundled_fp8}</strong>"):
+    for text in (f"{size['F8_E4M3']:,}", quantised, f"<strong>{bundled_fp8.name}</strong>"):
         assert text in page
+    assert str(bundled_fp8.parent) not in page, "where a folder lies is nobody's who reads a page"
 
 
 def test_a_plain_checkpoint_says_that_it_is_not_quantised(bundled: Path) -> None:

@@ -37,6 +37,7 @@ def up_to_the_work(repo, tmp_path, monkeypatch):
     # the sweep's module hides behind its function
     monkeypatch.setattr(import_module("mtplab.study.sweep"), "PointStore", stop)
     monkeypatch.setattr("mtplab.models.load_model", stop)
+    monkeypatch.setattr("mtplab.study.numerics.load_model", stop)
     monkeypatch.setattr("papermill.execute_notebook", stop)
     monkeypatch.setattr("mtplab.checkpoint.convert.quantize.Partial", stop)
     monkeypatch.setattr("mtplab.report.page.Page.render", stop)

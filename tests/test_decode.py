@@ -303,13 +303,14 @@ def test_a_headless_checkpoint_decodes_plainly(tmp_path):
 
 def test_memory_account(model):
     memory = generate(model, PROMPTS[:1], depth=1, max_new_tokens=4, quant_policy="int8").memory
-    c = model.config
-    token = 2 * c.num_kv_heads * (c.head_dim + 2 * 2)  # codes, then scale and zero in BF16
-    assert memory["kv_bytes_per_token"] == token * c.layer_types.count("full_attention")
+    config = model.checkpoint.config
+    heads, d = config["num_key_value_heads"], config["head_dim"]
+    token = 2 * heads * (d + 2 * 2)  # codes, then scale and zero in BF16
+    assert memory["kv_bytes_per_token"] == token * config["layer_types"].count("full_attention")
     assert memory["draft_kv_bytes_per_token"] == token
     assert memory["layers"] == [0, 0, 0, token, token]
     plain = generate(model, PROMPTS[:1], depth=1, max_new_tokens=4).memory
-    assert plain["kv_bytes_per_token"] == 2 * c.num_kv_heads * c.head_dim * 2
+    assert plain["kv_bytes_per_token"] == 2 * heads * d * 2
 
 
 @pytest.mark.parametrize("policy", list(POLICIES))

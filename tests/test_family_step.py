@@ -233,7 +233,7 @@ def test_said_of_the_file(folder):
     check_audit(folder, "Step-3.5")
     check_memory(folder)
     check_memory(folder, model_format="fp8", exclude="none")
-    with pytest.raises(CheckpointError, match="attention of another size"):
+    with pytest.raises(CheckpointError, match="differ in heads, rotation or how far they see"):
         sizes_of(open_checkpoint(folder))
 
 

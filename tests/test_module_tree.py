@@ -13,6 +13,7 @@ from mtplab.checkpoint.convert.foresee import never_fp8_anywhere
 from mtplab.report.module_choice import ModuleChoice, cost_of
 from mtplab.report.module_tree import LINES, ModuleTree
 from mtplab.report.sweep_panel import SweepPanel
+from tests.family_checkpoints import FAMILIES
 from tests.report_fakes import FakeSweep
 from tests.sparse_checkpoints import write_deepseek_v3
 
@@ -226,3 +227,11 @@ def test_a_mixture_of_91_000_tensors_answers_at_once(tmp_path):
     assert choice.chosen("model.layers.5.mlp.experts.*") == choice.root.children["target"].children["layer 5"].children[
         "mlp"
     ].children["experts × 256"].bits
+
+
+def test_layers_of_a_head_with_another_name_are_layers(tmp_path):
+    """MiMo's `model.mtp_layers`: one glob covers it, and it stands under its layer's number."""
+    opened = open_checkpoint(FAMILIES["mimo"](tmp_path / "mimo"))
+    choice = ModuleChoice(opened.plan())
+    assert choice.patterns(choice.chosen(opened.draft_globs)) == ["model.mtp_layers.*"]
+    assert list(choice.root.children["draft"].children) == ["layer 0"]

@@ -194,6 +194,7 @@ def test_stacks_of_another_name_are_one_line_a_layer_too(tmp_path):
     found = numerics(FAMILIES["step3p7"](tmp_path / "step"), "2", [[1, 2, 3, 4, 5, 6, 7]])
     names = [module.name for module in found.modules]
     assert "model.layers.2.moe.experts" in names and not any("gate_proj.experts" in name for name in names)
+    assert "Every module of the head reads what the first one does" in "\n".join(found.about)
 
 
 def test_what_rounds_no_input_is_said(tmp_path):

@@ -90,7 +90,7 @@ class Attention(Part):
         mix = self._with_kernels if run.kernels else self._with_torch
         mixed = mix(q, k, run.spread(v).view(b, t, c.kv_heads, c.head_dim), run, cache)
         if gate is not None:
-            mixed = mixed.mul_(gate.reshape(b, t, -1).sigmoid())
+            mixed = mixed.mul_(by_element(torch.sigmoid, gate.reshape(b, t, -1)))
         for gates in of_heads:
             # of all padded rows: the vectorised and the scalar form differ in the last bit
             opened = run.spread(by_element(torch.sigmoid, gates)).unsqueeze(-1)

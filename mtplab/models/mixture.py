@@ -9,13 +9,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from mtplab.kernels.gemm_grouped import route
 from mtplab.models.layers import MLP
 from mtplab.models.part import Part, Swap, SwapExperts
-from mtplab.models.rows import EXACT_ROWS, by_element
+from mtplab.models.rows import by_element
 from mtplab.models.spec import MixtureSpec
 from mtplab.quant.experts import Experts
 from mtplab.quant.linear import PackedLinear
@@ -61,8 +60,7 @@ class Mixture(Part):
         if c.scores == "softmax":
             weights, chosen = logits.softmax(-1).topk(c.top_k, dim=-1)
         else:
-            # whole vectors: of a count that is none, the last ones would be computed otherwise (`models/rows.py`)
-            scores = F.pad(logits, (0, -c.count % EXACT_ROWS)).sigmoid_()[:, : c.count]
+            scores = by_element(torch.sigmoid, logits)
             chosen = self._in_groups(scores + self.bias).topk(c.top_k, dim=-1).indices
             weights = scores.gather(-1, chosen)
         if c.normalised:

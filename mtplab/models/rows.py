@@ -28,7 +28,7 @@ def row_count(n: int, exact: bool) -> int:
 
 
 def by_element(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """An elementwise function of x [m, n] of as many rows as exact arithmetic has, worked in whole vectors.
+    """An elementwise function of x [.., n], worked in whole vectors.
 
     What is left over of a few narrow rows is worked otherwise, and has other bits where there are other rows beside it:
     a gate of one number a row is (`tests/test_exact.py`)."""

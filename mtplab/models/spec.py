@@ -213,8 +213,8 @@ class MixtureNames:
         """The layer that one of its experts' modules is of, with its dot."""
         return module.partition(f".{self.experts.partition('.')[0]}.")[0] + "."
 
-    def of(self, module: str) -> str:
-        """What the experts that one of their modules is of are called together."""
+    def experts_of(self, module: str) -> str:
+        """What a layer's experts are called together, by one of their modules."""
         return self.layer_of(module) + self.experts
 
 

@@ -24,7 +24,7 @@ from mtplab.errors import ConfigError
 __all__ = ["Group", "ModuleChoice", "Unit", "cost_of"]
 
 _EXPERT = re.compile(r"\bexperts\.([0-9]+)\.")
-_LAYER = re.compile(r"(?:^|\.)layers\.([0-9]+)\.")
+_LAYER = re.compile(r"(?:^|\.)(?:mtp_)?layers\.([0-9]+)\.")
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,8 @@ class ModuleChoice:
         return _bits(at for at, unit in enumerate(self.units) if text in unit.name.lower())
 
     def published(self) -> int:
-        """What releases keep: of a BF16 checkpoint Qwen's list; of a quantised one nothing beside what it holds so."""
+        """What FP8 releases keep of a BF16 checkpoint (`exclusions.PUBLISHED`); of a quantised one nothing more than it
+        holds so."""
         if self.quantised:
             return 0
         patterns = UserPatterns(("published",), PUBLISHED)
@@ -208,7 +209,7 @@ class ModuleChoice:
                 found |= {f"{glob.escape(name.split('.')[0])}.*": None} if head else {}
                 continue
             root, rest = name[: layer.start(1)], unit.pattern[len(glob.escape(name[: layer.end()])) :]
-            before = root.removesuffix("layers.")
+            before = root.removesuffix("layers.").removesuffix("mtp_")
             block = name[: layer.end()] + name[layer.end() :].split(".")[0]
             for pattern in (
                 f"{glob.escape(before)}*" if before not in ("", "model.", "model.language_model.") else "",

@@ -137,7 +137,7 @@ class ModuleTree(widgets.VBox):
     def _preset_button(self, name: str) -> widgets.Button:
         quantised = self.choice.quantised
         tips = {
-            "published": "nothing beside what the file holds in BF16" if quantised else "what Qwen's FP8 releases keep",
+            "published": "nothing beside what the file holds in BF16" if quantised else "what FP8 releases keep",
             "none": "everything in FP8 that can be",
             "recommended": plain(self._why) or "what the caller recommends",
         }

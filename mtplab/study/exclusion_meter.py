@@ -201,7 +201,7 @@ class ExclusionMeter:
 
     @cached_property
     def published(self) -> Measured:
-        """The list that Qwen's FP8 releases were published with."""
+        """What FP8 releases keep in BF16 (`exclusions.PUBLISHED`)."""
         plan = self.model.checkpoint.plan(exclude="published", model_format="fp8").by_name
         return self._of({name for name in self.modules if plan[name].weight != "fp8"})
 

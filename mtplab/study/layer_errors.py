@@ -20,6 +20,7 @@ from mtplab.checkpoint.text_table import printable
 from mtplab.decode.threads import model_threads, on_device, running_with
 from mtplab.errors import ConfigError
 from mtplab.models import Model
+from mtplab.models.spec import MixtureSpec
 from mtplab.models.variant import exchanged
 from mtplab.quant.headwise import HeadwiseLinear
 from mtplab.quant.linear import PackedLinear
@@ -228,7 +229,7 @@ class _Run:
 
         def both_experts(experts: Experts, spec: MixtureSpec) -> _BothExperts:
             its = next(stacks)
-            name = spec.names.of(experts.names[0])
+            name = spec.names.experts_of(experts.names[0])
             self.members[name] = its.names
             return _BothExperts(name, experts, its, self.modules)
 
@@ -329,11 +330,13 @@ def _mixtures(model: Model) -> list[Any]:
 
 
 def _about(model: Model) -> list[str]:
-    c = model.config
+    c, said = model.config, []
+    if c.mtp_layers > 1:
+        said.append("Every module of the head reads what the first one does: the target's hidden state and next token.")
     if not c.sliced:
-        return []
+        return said
     numbers = [layer.number for layer in c.layers]
-    said = [f"A slice: {len(numbers)} of the target's {c.num_layers} layers ({_ranges(numbers)})."]
+    said += [f"A slice: {len(numbers)} of the target's {c.num_layers} layers ({_ranges(numbers)})."]
     if numbers[0]:
         said.append(
             f"Layer {numbers[0]} reads embeddings in place of what layer {numbers[0] - 1} gives: its inputs are not "

@@ -186,19 +186,24 @@ def _gated_delta(c: _Sizes, at: str, projections: tuple[str, ...]) -> Named:
     yield f"{at}.norm", (c.linear_value_head_dim,)
 
 
-def _deepseek(c: _Sizes, heads: int) -> Named:
+def _dense_first(c: _Sizes, heads: int, attention: Callable[[str], Named]) -> Named:
+    """Layers with `attention(prefix)`, MLPs in the first and experts behind them, and a head of the latter."""
     yield "model.norm", (c.hidden_size,)
     dense = min(c.count("first_k_dense_replace"), c.num_hidden_layers)
     for i in range(c.num_hidden_layers + heads):
         at = f"model.layers.{i}"
         yield from _norms(c, at)
-        yield from _latent_attention(c, f"{at}.self_attn")
+        yield from attention(f"{at}.self_attn")
         if i < dense:
             yield from _mlp(f"{at}.mlp", c.hidden_size, c.intermediate_size)
         else:
             yield from _shared_and_routed(c, f"{at}.mlp")
         if i >= c.num_hidden_layers:
             yield from _behind_head(c, at)
+
+
+def _deepseek(c: _Sizes, heads: int) -> Named:
+    return _dense_first(c, heads, lambda at: _latent_attention(c, at))
 
 
 def _latent_attention(c: _Sizes, at: str) -> Named:
@@ -216,19 +221,12 @@ def _latent_attention(c: _Sizes, at: str) -> Named:
 
 
 def _glm4_moe(c: _Sizes, heads: int) -> Named:
-    yield "model.norm", (c.hidden_size,)
-    for i in range(c.num_hidden_layers + heads):
-        at = f"model.layers.{i}"
-        yield from _norms(c, at)
-        yield from _attention(c, f"{at}.self_attn")
+    def attention(at: str) -> Named:
+        yield from _attention(c, at)
         if c.flag("use_qk_norm"):
-            yield from _head_norms(c, f"{at}.self_attn")
-        if i < c.count("first_k_dense_replace"):
-            yield from _mlp(f"{at}.mlp", c.hidden_size, c.intermediate_size)
-        else:
-            yield from _shared_and_routed(c, f"{at}.mlp")
-        if i >= c.num_hidden_layers:
-            yield from _behind_head(c, at)
+            yield from _head_norms(c, at)
+
+    return _dense_first(c, heads, attention)
 
 
 def _shared_and_routed(c: _Sizes, at: str) -> Named:

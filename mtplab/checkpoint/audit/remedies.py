@@ -17,7 +17,7 @@ from mtplab.checkpoint.audit.subject import Subject
 from mtplab.checkpoint.lenses import Look, View, lenses, recommended_exclusions, views_of
 from mtplab.checkpoint.lenses.fused import GROUPS
 from mtplab.checkpoint.lenses.judge import judge
-from mtplab.checkpoint.lenses.names import Shaped, shaped
+from mtplab.checkpoint.lenses.names import Shaped, shape_of, shaped
 from mtplab.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -231,8 +231,10 @@ class Remedies:
     def _cured(self, look: Look, modules: tuple[str, ...], shapes: list[Shaped], content: dict[str, Any]) -> bool:
         """Whether the engine, asked anew, builds all of `modules` as they are stored."""
         method = str(content.get("quant_method", self._subject.method))
-        wanted = set(modules)
-        asked = [group for group in shapes if any(view.name in wanted for view, _ in group.members)]
+        wanted, kinds = set(modules), set(map(shape_of, modules))
+        # by shape first: a checkpoint has tens of thousands of names and few shapes
+        alike = [group for group in shapes if group.shape in kinds]
+        asked = [group for group in alike if any(view.name in wanted for view, _ in group.members)]
         made = judge(self._engines[look.engine], asked, method, content, self._subject.config)
         still = {name for found in made.disagreements for name in found.modules}
         return made.status == "judged" and still.isdisjoint(modules)

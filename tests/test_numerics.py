@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from fnmatch import fnmatchcase
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from mtplab.quant.policy import resolve_policy
 from mtplab.study.draft_divergence import draft_divergence
 from mtplab.study.layer_errors import compare_layers
 from mtplab.study.text_batches import text_batches
-from tests.family_checkpoints import FAMILIES, write_deepseek_v3, write_fp8
+from tests.family_checkpoints import FAMILIES, write_deepseek_v3, write_fp8, write_step3p7
 from tests.tiny import MIXTURE, write_tiny
 
 TEXTS = ["Once upon a time there was a king", "def main():"]
@@ -154,6 +155,41 @@ def test_experts_are_one_line_a_layer(tmp_path):
     assert not any(".experts." in name for name in names) and all(module.error > 0 for module in found.modules)
 
 
+def test_vocabulary_heads_in_fp8_are_measured(tmp_path):
+    """Engines build them in BF16, so only `none` has them in FP8; Step's head has its own beside the target's."""
+    folder, ids = write_step3p7(tmp_path, text_only=True), [5, 6, 7, 8, 9]
+    found = {m.name: m for m in numerics(folder, "0-4", [ids], exclude="none").modules}
+    assert not any(m.name.endswith(("lm_head", ".output")) for m in numerics(folder, "0-4", [ids]).modules)
+    own = [name for name in found if name.endswith(".shared_head.output")]
+    assert len(own) == 3 and {found[name].part for name in own} == {"draft"} and found["lm_head"].part == "target"
+    model = load_model(folder, exact=False)
+    x = hidden_after(model, 5, [ids])[: len(ids)]
+    x, weight = model.target.normed(x), open_checkpoint(folder).dequantize("lm_head.weight")
+    exact, fp8 = x @ weight.t(), rounded(x, 1, 128) @ rounded(weight, 128, 128).t()
+    assert found["lm_head"].error == pytest.approx(float((fp8 - exact).norm() / exact.norm()), rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    "write, names",
+    [
+        (lambda folder: write_tiny(folder, **MIXTURE), ("model.layers.1.mlp.experts", "mtp.layers.0.mlp.experts")),
+        (write_deepseek_v3, ("model.layers.1.mlp.experts", "model.layers.3.mlp.experts")),
+        (write_step3p7, ("model.layers.4.moe.experts",)),
+    ],
+)
+def test_experts_have_their_part_and_are_listed_where_they_are_in_fp8(tmp_path, write, names):
+    folder, ids = write(tmp_path), [[5, 6, 7, 8, 9]]
+    found = {m.name: m for m in numerics(folder, prompts=ids).modules if m.name.endswith(".experts")}
+    assert set(names) <= set(found) and not any("_proj" in name for name in found)
+    modules = open_checkpoint(folder).plan().modules
+    heads = {m.name.partition(".mlp.")[0] for m in modules if m.part == "draft"}
+    for name, module in found.items():
+        assert module.part == ("draft" if name.partition(".mlp.")[0] in heads else "target") and module.error > 0
+    stacks = [glob for glob in ("*.experts*", "*.moe.*") if any(fnmatchcase(m.name, glob) for m in modules)]
+    kept = numerics(folder, prompts=ids, exclude=stacks)
+    assert kept.modules and not any(module.name.endswith(".experts") for module in kept.modules)
+
+
 def test_stacks_of_another_name_are_one_line_a_layer_too(tmp_path):
     found = numerics(FAMILIES["step3p7"](tmp_path / "step"), "2", [[1, 2, 3, 4, 5, 6, 7]])
     names = [module.name for module in found.modules]
@@ -187,6 +223,16 @@ def test_other_layers_cannot_be_compared(bundled, tmp_path):
         numerics(bundled, prompts=[[1, 2]])
     with pytest.raises(CheckpointError, match="no tokenizer"):
         numerics(write_tiny(tmp_path), prompts=TEXTS)
+
+
+def test_a_path_is_told_in_characters_that_nothing_obeys(bundled_fp8, tmp_path):
+    """A folder's name is a stranger's; what is shown of it goes to terminals and pages, without where it lies."""
+    source = tmp_path / "\x1b[31mred<b>\u202e"
+    source.symlink_to(bundled_fp8)
+    found = numerics(bundled_fp8, "0", ["Once upon a time"], source=source)
+    for shown in (str(found), found._repr_html_()):
+        assert shown.replace("\n", "").isprintable() and str(tmp_path) not in shown
+    assert r"Against \x1b[31mred<b>\u202e, which" in str(found) and "&lt;b&gt;" in found._repr_html_()
 
 
 @pytest.mark.parametrize("ids", [[1, 2, 16], [1, 2, 10**30]])

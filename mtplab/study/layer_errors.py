@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mtplab.checkpoint.text_table import printable
 from mtplab.decode.threads import model_threads, on_device, running_with
 from mtplab.errors import ConfigError
 from mtplab.models import Model
@@ -28,6 +29,7 @@ from mtplab.study.number_table import number_lines, number_table
 from mtplab.study.text_batches import TextBatch, check_texts, text_batches
 
 if TYPE_CHECKING:
+    from mtplab.models.spec import MixtureSpec
     from mtplab.quant.experts import Experts
 
 __all__ = ["LayerError", "ModuleError", "Numerics", "compare_layers"]
@@ -102,7 +104,7 @@ class Numerics:
         found = [f"{self.tokens} tokens read."]
         if self.draft_kl is not None:
             found.append(f"The head's distributions move by a KL of {self.draft_kl:.5f} nats for the same input.")
-        return found + list(self.about)
+        return found + [printable(each, 400) for each in self.about]
 
 
 def _percent(share: float | None) -> str:
@@ -214,7 +216,10 @@ class _Run:
         self.modules, self.layers = _Sums(), _Sums()
         self.kl = self.slots = 0.0
         pairs = {id(mine): its for mine, its in zip(_linears(plain), _linears(quantised), strict=True)}
+        heads = zip(_own_heads(plain), _own_heads(quantised), strict=True)
+        pairs |= {id(mine): its for mine, its in heads if mine is not None and its is not None}
         stacks = iter([mlp.experts for mlp in _mixtures(quantised)])
+        self.members: dict[str, list[str]] = {}  # of experts that are measured together, as the plan names them
 
         def both(packed: PackedLinear) -> PackedLinear:
             if id(packed) not in pairs:
@@ -222,8 +227,11 @@ class _Run:
             kind = _BothHeadwise if isinstance(packed, HeadwiseLinear) else _Both
             return kind(packed, pairs[id(packed)], self.modules)
 
-        def both_experts(experts: Experts, spec: MixtureSpec) -> Any:
-            return _BothExperts(spec.names.experts_of(experts.names[0]), experts, next(stacks), self.modules)
+        def both_experts(experts: Experts, spec: MixtureSpec) -> _BothExperts:
+            its = next(stacks)
+            name = spec.names.experts_of(experts.names[0])
+            self.members[name] = its.names
+            return _BothExperts(name, experts, its, self.modules)
 
         self.target, self.draft = exchanged(plain, both, both_experts)
 
@@ -239,8 +247,15 @@ class _Run:
             self.layers.add(f"layer {spec.number} added", (y - x)[: run.rows], (same - x)[: run.rows])
             self.layers.add(f"layer {spec.number}", y[: run.rows], far[: run.rows])
             x = y
+        self._read_vocabulary(self.target.head, self.target.normed(x[: run.rows]))
         if self.draft is not None:
             self._read_head(batch, self.plain.given(x))
+
+    def _read_vocabulary(self, head: PackedLinear | None, normed: Tensor) -> None:
+        """A vocabulary head, which is multiplied only where it is in FP8: it is large, and few files have it so."""
+        parts = self.quantised.plan.by_name
+        if isinstance(head, _Both) and any(parts[each].weight == "fp8" for each in head.names if each in parts):
+            head(normed)
 
     def _read_head(self, batch: TextBatch, given: Tensor) -> None:
         """Every module of the head at every slot, all of them with the target's hidden state and the next token."""
@@ -253,6 +268,7 @@ class _Run:
             )
             self.kl += float((log_p.exp() * (log_p - log_q)).sum())
             self.slots += len(log_p)
+            self._read_vocabulary(self.draft.modules[step].head, mine)
 
     def _head(self, head: Any, batch: TextBatch, given: Tensor, step: int) -> Tensor:
         """Hidden states after the module's norm, at the slots that a token follows."""
@@ -269,18 +285,15 @@ class _Run:
         ]
         heads = (f"head {i}" for i in range(c.mtp_layers))
         layers += [LayerError(name, "draft", sums.relative(f"{name} added"), None) for name in heads]
-        decided = self.quantised.plan.by_name
-        modules = (
-            ModuleError(name, "draft" if name in self._drafts() else "target", self.modules.relative(name))
-            for name in self.modules.by_name
-        )
-        kept = tuple(each for each in modules if each.name not in decided or decided[each.name].weight == "fp8")
+        parts = self.quantised.plan.by_name
+        modules = []
+        for name in self.modules.by_name:
+            decided = [parts[each] for each in self.members.get(name, [name]) if each in parts]
+            if any(each.weight == "fp8" for each in decided):
+                part = "draft" if decided[0].part == "draft" else "target"
+                modules.append(ModuleError(name, part, self.modules.relative(name)))
         kl = self.kl / self.slots if self.slots else None
-        return Numerics(tuple(layers), kept, tokens, kl, (*about, *_about(self.plain)))
-
-    def _drafts(self) -> set[str]:
-        head = self.plain.draft
-        return {name for linear in (head.linears() if head else ()) for name in linear.names}
+        return Numerics(tuple(layers), tuple(modules), tokens, kl, (*about, *_about(self.plain)))
 
 
 def _check_alike(plain: Model, quantised: Model) -> None:
@@ -299,9 +312,13 @@ def _check_alike(plain: Model, quantised: Model) -> None:
             )
 
 
+def _own_heads(model: Model) -> list[PackedLinear | None]:
+    return [each.head for each in (model.draft.modules if model.draft is not None else ())]
+
+
 def _linears(model: Model) -> list[PackedLinear]:
-    """Those that are measured, in an order that two files of one model share: whether a head has an output matrix of
-    its own is each file's, for one that holds the target's has none."""
+    """Those that two files of one model both have, in one order: whether a head has an output matrix of its own is
+    each file's, for one that holds the target's has none."""
     modules = model.draft.modules if model.draft is not None else ()
     found = (linear for each in modules for linear in replace(each, head=None).linears())
     return [*model.target.linears(), *found]

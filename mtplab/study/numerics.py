@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from mtplab.checkpoint import Checkpoint, open_checkpoint
+from mtplab.checkpoint.text_table import folder_name, printable
 from mtplab.errors import ConfigError
 from mtplab.models import load_model
 from mtplab.study.layer_errors import Numerics, compare_layers
@@ -60,7 +61,7 @@ def numerics(
             about = f"{_INPUTS_ALONE} {_NO_INPUT}" if plain.config.one_row else _INPUTS_ALONE
         else:
             plain = load_model(source, device, dtype=quantised.dtype, exact=False, layers=layers)
-            about = f"Against {plain.checkpoint.path}, which it is said to be made from."
+            about = f"Against {printable(folder_name(plain.checkpoint.path))}, which it is said to be made from."
     found = load_prompts(prompts)
     if prompts is None:
         found = found.narrowed(limit=1)

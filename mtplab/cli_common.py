@@ -192,7 +192,10 @@ def depth_list(text: str) -> tuple[int, ...]:
     """`0-8`, `1,3,5` or `0,2-4` as depths. Raises `ConfigError`."""
     from mtplab.config import number_list  # which brings pydantic: help is printed without
 
-    return number_list("--depths", text)
+    try:
+        return number_list(text)
+    except ConfigError as problem:
+        raise ConfigError(f"--depths {text!r:.60}: {problem}") from None
 
 
 def names(option: str, values: Sequence[str]) -> list[str]:

@@ -21,21 +21,18 @@ Exclude = str | tuple[str, ...] | None
 HiddenStage = Literal["post_norm", "pre_norm"]
 
 
-def number_list(name: str, text: str, most: int = 1000) -> tuple[int, ...]:
-    """`0-8`, `1,3,5` or `0,2-4` as whole numbers up to `most`. Raises ConfigError, which calls the text `name`."""
+def number_list(text: str, most: int = 1000) -> tuple[int, ...]:
+    """`0-8`, `1,3,5` or `0,2-4` as whole numbers up to `most`. Raises ConfigError naming the part that is none."""
     found: list[int] = []
     for part in text.split(","):
         first, dash, last = part.strip().partition("-")
         if not (first.isascii() and first.isdigit()) or (dash and not (last.isascii() and last.isdigit())):
-            raise ConfigError(
-                f"{name} {text!r:.60}: {part.strip()!r:.60} is not a number or a range of them; expected e.g. 0-8 or "
-                "1,3,5"
-            )
+            raise ConfigError(f"{part.strip()!r:.60} is not a number or a range of them; expected e.g. 0-8 or 1,3,5")
         low, high = (int(number) if len(number) < 10 else most + 1 for number in (first, last if dash else first))
         if high < low:
-            raise ConfigError(f"{name} {text!r:.60}: {part.strip()!r:.60} runs backwards")
+            raise ConfigError(f"{part.strip()!r:.60} runs backwards")
         if high > most:
-            raise ConfigError(f"{name} {text!r:.60}: {part.strip()!r:.60} is more than {most}")
+            raise ConfigError(f"{part.strip()!r:.60} is more than {most}")
         found += range(low, high + 1)
     return tuple(found)
 
@@ -81,7 +78,7 @@ class EngineConfig(_Frozen):
     @classmethod
     def _numbers(cls, value: Any) -> Any:
         if isinstance(value, str):
-            value = number_list("layers", value, 10_000)
+            value = number_list(value, 10_000)
         if value is None:
             return None
         found = tuple(value) if isinstance(value, Iterable) else ()

@@ -78,7 +78,7 @@ def test_a_slice_generates_nothing(bundled):
     "layers, said",
     [
         ("0-9", "layers names 4, 5, 6, 7, …; this model has layers 0 to 3"),
-        ("a", "is not a number or a range"),
+        ("a", "layers is 'a': 'a' is not a number or a range"),
         ("3-1", "runs backwards"),
         ([], "expected numbers of layers"),
         ([1.5], "expected numbers of layers"),

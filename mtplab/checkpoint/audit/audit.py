@@ -82,6 +82,10 @@ class Audit:
 
     def to_dict(self, modules: bool = True) -> dict[str, Any]:
         """Everything as JSON can hold it; `modules`: with a line for each of them."""
+        with collector_still():
+            return self._to_dict(modules)
+
+    def _to_dict(self, modules: bool) -> dict[str, Any]:
         found: dict[str, Any] = {
             "path": str(self.path),
             "method": self.method,

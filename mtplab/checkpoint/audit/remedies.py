@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Remedies", "anew", "quantize_command", "without_fp8"]
 
+_FEW = 1000  # modules whose shapes are worked out sooner than their names are looked for
 _LAYOUTS = ("hf", "compressed-tensors", "modelopt")
 _FEW = 8  # names that a command may hold
 
@@ -231,9 +232,10 @@ class Remedies:
     def _cured(self, look: Look, modules: tuple[str, ...], shapes: list[Shaped], content: dict[str, Any]) -> bool:
         """Whether the engine, asked anew, builds all of `modules` as they are stored."""
         method = str(content.get("quant_method", self._subject.method))
-        wanted, kinds = set(modules), set(map(shape_of, modules))
-        # by shape first: a checkpoint has tens of thousands of names and few shapes
-        alike = [group for group in shapes if group.shape in kinds]
+        wanted, alike = set(modules), shapes
+        if len(modules) < _FEW:  # by shape first: a checkpoint has tens of thousands of names and few shapes
+            kinds = set(map(shape_of, modules))
+            alike = [group for group in shapes if group.shape in kinds]
         asked = [group for group in alike if any(view.name in wanted for view, _ in group.members)]
         made = judge(self._engines[look.engine], asked, method, content, self._subject.config)
         still = {name for found in made.disagreements for name in found.modules}

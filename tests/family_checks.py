@@ -24,8 +24,8 @@ from transformers import PreTrainedModel
 from transformers.generation.candidate_generator import MTPCandidateGenerator
 
 import mtplab
-from family_checkpoints import ready_for_mtp
-from mtplab import generate, load_model, open_checkpoint, trace
+from family_checkpoints import ready_for_mtp, write_fp8
+from mtplab import generate, load_model, open_checkpoint, quantize_checkpoint, trace
 from mtplab.checkpoint.audit.expected import expected_modules
 from mtplab.checkpoint.config_json import text_config
 from mtplab.checkpoint.names import normalised, of_other_senses
@@ -153,6 +153,18 @@ def filled(module: nn.Module, weights: dict[str, Tensor]) -> nn.Module:
     return module.float().eval()
 
 
+def assembled(
+    weights: dict[str, Tensor], names: Sequence[str], norms: Sequence[nn.Module], layer: nn.Module,
+    rotary: Callable, **settings: Any,
+) -> HeadModule:  # fmt: skip
+    """A head's module of transformers' parts. `names`: of the norms of embedding and hidden state, of the matrix behind
+    them and of the last norm; `norms` are those three, and `layer` gets all other weights, strictly."""
+    given = [weights.pop(f"{name}.weight") for name in names]
+    fc = given.pop(2)
+    one, two, last = (filled(norm, {"weight": weight}) for norm, weight in zip(norms, given, strict=True))
+    return HeadModule(one, two, fc, filled(layer, weights), last, rotary, **settings)
+
+
 class Definition:
     """Drafts from the definition in `mtplab/models/head.py`, over whole texts, with nothing kept between calls."""
 
@@ -227,6 +239,15 @@ def check_drafts(model: Model, definition: Definition, depth: int = 3, count: in
         for draft, logits in zip(drafts, definition.drafts(text[:length], depth), strict=True):
             assert logits.max() - logits[draft] < 1e-3, (prompt, length, drafts)
     assert len(kept) > 1 and min(kept) == 0, "rounds that keep different numbers of drafts are the point"
+
+
+def check_head_setting(
+    model: Model, prompts: list[list[int]] = PROMPTS[:2], depth: int = 2, count: int = 8, first: int = 0, **change: Any
+) -> None:
+    """With a setting of the head changed the text stays, and what is drafted from step `first` on is another."""
+    bare = dataclasses.replace(model, draft=dataclasses.replace(model.draft, **change))
+    one, other = (trace(each, prompts, depth, max_new_tokens=count) for each in (model, bare))
+    assert one.outputs == other.outputs and np.nanmax(abs(one.top[:, first:] - other.top[:, first:])) > 1e-3
 
 
 def check_transformers_drafts(model: Model, oracle: PreTrainedModel, count: int = 60, prompt_seed: int = 1) -> None:
@@ -350,6 +371,17 @@ def check_fp8(folder: Path, plain: Path, oracle: PreTrainedModel) -> None:
     check_lossless(rounded, "none", (1, 3), 10)
 
 
+def quantised_here(family: str, at: Path, depth: int) -> tuple[Model, Model]:
+    """A family's checkpoint quantised into `at`/out runs as the same one quantised at load: (the one, the other)."""
+    write_fp8(family, at / "f")
+    source = at / "f" / "bf16"
+    quantize_checkpoint(source, at / "out", format="fp8-block")
+    written, loaded = load_model(at / "out"), load_model(source, model_format="fp8")
+    runs = [generate(each, PROMPTS, depth=depth, max_new_tokens=12) for each in (written, loaded)]
+    assert runs[0].tokens == runs[1].tokens and runs[0].rounds == runs[1].rounds
+    return written, loaded
+
+
 # what is said of a file
 
 
@@ -401,3 +433,10 @@ def changed(folder: Path, out: Path, change: Callable[[dict[str, Tensor], dict[s
     (out / "config.json").write_text(json.dumps(config))
     save_file({name: value.contiguous() for name, value in tensors.items()}, out / "model.safetensors")
     return out
+
+
+def stack_experts(tensors: dict[str, Tensor], config: dict[str, Any]) -> None:
+    """For `changed`: experts as transformers holds them in memory, and writes them where its renaming is off."""
+    made = stacked(tensors)
+    tensors.clear()
+    tensors.update(made)

@@ -14,26 +14,14 @@ from family_checks import (
     PROMPTS,
     TOLERANCE,
     TREATMENTS,
-    WEIGHTS,
     Definition,
-    HeadModule,
-    changed,
-    check_audit,
     check_drafts,
-    check_fp8,
-    check_greedy,
-    check_head,
-    check_logits,
     check_lossless,
-    check_memory,
-    check_rollback,
     check_transformers_drafts,
-    dequantised,
-    filled,
     some_ids,
-    weights_of,
 )
-from mtplab import CheckpointError, generate, load_model, open_checkpoint, trace
+from family_suite import HeadBehindTheTarget, family_fixtures
+from mtplab import generate, load_model, open_checkpoint, trace
 from mtplab.cli import main
 from mtplab.decode.peek import next_logits
 from mtplab.kernels.fp8_reference import round_activation
@@ -47,7 +35,6 @@ from test_models import run_passes
 from tests.checkpoint_builders import CHECKPOINTS
 
 IDS = some_ids(90)
-HEAD = "model.layers.3."
 YARN = {"type": "yarn", "factor": 2.0, "original_max_position_embeddings": 64}
 # yarn and a query rank; neither; the halves of a head paired; all layers experts
 SHAPES = {
@@ -57,17 +44,7 @@ SHAPES = {
     "experts": {"first_k_dense_replace": 0, "n_shared_experts": 2, "n_group": 1, "topk_group": 1},
 }
 
-
-@pytest.fixture(scope="module", params=list(SHAPES))
-def each(request, tmp_path_factory):
-    """(our model, transformers') of every shape."""
-    folder = write_deepseek_v3(tmp_path_factory.mktemp("deepseek"), **SHAPES[request.param])
-    return load_model(folder), load_target(folder)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return write_deepseek_v3(tmp_path_factory.mktemp("deepseek"))
+each, folder, pair = family_fixtures("deepseek_v3", SHAPES)
 
 
 @pytest.fixture(scope="module")
@@ -78,72 +55,49 @@ def two(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def model(folder):
-    return load_model(folder)
+def model(pair):
+    return pair[0]
 
 
-def head_of(oracle, folder, masked: bool, layer: int = 3) -> HeadModule:
-    """The head as vLLM runs it, or as transformers does, which masks nothing."""
-    weights, config = weights_of(folder, f"model.layers.{layer}."), oracle.config
-    own = ("enorm", "hnorm", "shared_head.norm")
-    norms = [
-        filled(theirs.DeepseekV3RMSNorm(64, config.rms_norm_eps), {"weight": weights.pop(f"{name}.weight")})
-        for name in own
-    ]
-    fc = weights.pop("eh_proj.weight")
-    for name in ("embed_tokens.weight", "shared_head.head.weight"):
-        weights.pop(name)
-    block = filled(theirs.DeepseekV3DecoderLayer(config, layer), weights)
-    return HeadModule(norms[0], norms[1], fc, block, norms[2], oracle.model.rotary_emb, masked=masked)
+class TestDeepSeek(HeadBehindTheTarget):
+    family, layout = "deepseek_v3", "DeepSeek-V3"
+    norm, layer = theirs.DeepseekV3RMSNorm, theirs.DeepseekV3DecoderLayer
+    prompt_seed = 6
+    treatments = (*TREATMENTS, ("fp8", "int4"))
+    rollbacks = ("none", "int4", "fp8")
+    faults = (
+        ("scoring_func", "softmax", "scoring_func is 'softmax'; expected 'sigmoid'"),
+        ("topk_method", "greedy", "topk_method is 'greedy'; expected 'noaux_tc'"),
+        ("attention_bias", True, "attention_bias is true; expected false"),
+        ("num_key_value_heads", 2, "num_key_value_heads is 2; expected 4"),
+        ("qk_rope_head_dim", 15, "qk_rope_head_dim is 15; expected an even number"),
+        ("n_group", 3, "n_group is 3; expected"),
+        ("topk_group", 5, "topk_group is 5; expected at most n_group, 4"),
+        ("num_experts_per_tok", 5, "num_experts_per_tok is 5; expected at most 4"),
+        ("kv_lora_rank", None, "kv_lora_rank is missing"),
+        ("rope_scaling", {"type": "linear", "factor": 2.0}, "rope_type is 'linear'; expected 'default' or 'yarn'"),
+        ("rope_scaling", {"type": "yarn", "factor": 2.0}, "original_max_position_embeddings is missing"),
+        ("rope_scaling", {"rope_type": "yarn", "factor": "x", "original_max_position_embeddings": 64}, "factor is 'x'"),
+        ("rope_scaling", YARN | {"beta_fast": 1e-320}, "beta_fast is 1e-320, beta_slow 1.0"),
+        ("rope_scaling", YARN | {"truncate": 1}, "truncate 1; expected turns"),
+        ("rope_theta", 0.5, "rope_theta is 0.5; expected more than 1 with yarn"),
+        ("num_nextn_predict_layers", -1, "num_nextn_predict_layers is -1; expected a whole number"),
+    )
 
+    def test_drafts_of_two_layers_are_those_of_the_definition(self, two):
+        model, oracle = two
+        check_drafts(model, Definition(oracle, self.heads_of(oracle, model.checkpoint.path)))
+        check_lossless(model, "int8")
 
-@pytest.mark.parametrize("exact", [True, False])
-def test_target_equals_transformers(each, exact):
-    check_logits(*each, exact)
-
-
-def test_ragged_batches_decode_as_transformers(each):
-    check_greedy(*each)
-
-
-def test_head_equals_an_assembly_of_transformers_layers(each):
-    model, oracle = each
-    folder = model.checkpoint.path
-    check_head(model, oracle, [head_of(oracle, folder, True)])
-    with pytest.raises(AssertionError):
-        check_head(model, oracle, [head_of(oracle, folder, False)])
-
-
-@pytest.mark.parametrize("hidden", ["post_norm", "pre_norm"])
-def test_drafts_are_those_of_the_definition(model, folder, hidden):
-    oracle = load_target(folder)
-    check_drafts(model, Definition(oracle, [head_of(oracle, folder, True)], hidden, hidden))
-
-
-def test_drafts_of_two_layers_are_those_of_the_definition(two):
-    model, oracle = two
-    modules = [head_of(oracle, model.checkpoint.path, True, layer) for layer in (3, 4)]
-    check_drafts(model, Definition(oracle, modules))
-    check_lossless(model, "int8")
-
-
-def test_drafts_are_transformers(each):
-    check_transformers_drafts(*each, prompt_seed=6)
+    def test_fp8_files_run(self, tmp_path):
+        super().test_fp8_files_run(tmp_path)
+        planned = open_checkpoint(tmp_path / "fp8").plan().by_name
+        assert planned["model.layers.0.self_attn.kv_b_proj"].weight == "fp8"
+        assert planned["model.layers.1.mlp.gate"].weight == planned["model.layers.3.eh_proj"].weight == "bf16"
 
 
 def test_drafts_of_two_layers_are_transformers(two):
     check_transformers_drafts(*two)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("weights, policy", [*TREATMENTS, ("fp8", "int4")])
-def test_lossless_and_traced_exactly(folder, weights, policy):
-    check_lossless(load_model(folder, **WEIGHTS[weights]), policy)
-
-
-@pytest.mark.parametrize("policy", ["none", "int4", "fp8"])
-def test_rejected_drafts_leave_no_trace(model, policy):
-    check_rollback(model, policy)
 
 
 def test_a_given_output_is_read_to_the_bits_of_decoding_it(model):
@@ -220,29 +174,6 @@ def test_sigmoids_of_a_row_do_not_depend_on_the_rows_beside_it(count):
             alone = logits[start : start + 8]
             part = torch.zeros_like(alone).scatter(1, *reversed(block._chosen(alone)))
             assert torch.equal(part, whole[start : start + 8]), (seed, start)
-
-
-def test_a_head_of_its_own_embedding_and_vocabulary_is_used(folder, tmp_path):
-    def differ(tensors, config):
-        for name in ("embed_tokens", "shared_head.head"):
-            tensors[f"{HEAD}{name}.weight"] = -tensors[f"{HEAD}{name}.weight"]
-
-    own, shared = load_model(changed(folder, tmp_path / "own", differ)), load_model(folder)
-    module = own.draft.modules[0]
-    assert torch.equal(module.embedding, -shared.target.embedding)
-    assert torch.equal(module.head.weights()[0], -shared.target.head.weights()[0])
-    module = shared.draft.modules[0]
-    assert module.embedding is shared.target.embedding and module.head is None
-
-
-def test_fp8_files_run(tmp_path):
-    folder = write_fp8("deepseek_v3", tmp_path / "fp8")
-    plain = dequantised(folder, tmp_path / "plain")
-    check_fp8(folder, plain, load_target(plain))
-    check_memory(folder)
-    planned = open_checkpoint(folder).plan().by_name
-    assert planned["model.layers.0.self_attn.kv_b_proj"].weight == "fp8"
-    assert planned["model.layers.1.mlp.gate"].weight == planned["model.layers.3.eh_proj"].weight == "bf16"
 
 
 def test_inputs_are_rounded_but_of_kv_b_proj(tmp_path):
@@ -324,9 +255,8 @@ def test_other_exclusions_make_latent_attention_again(model):
 
 
 @pytest.mark.parametrize("fp8", [False, True])
-def test_audit_names_the_family_and_finds_what_is_lost(tmp_path, fp8):
+def test_audit_finds_what_is_lost(tmp_path, fp8):
     folder = write_fp8("deepseek_v3", tmp_path / "x") if fp8 else write_deepseek_v3(tmp_path / "x")
-    check_audit(folder, "DeepSeek-V3")
     tensors = load_file(folder / "model.safetensors")
     lost = (
         "model.layers.0.mlp.up_proj", "model.layers.1.mlp.experts.5.down_proj", "model.layers.2.self_attn.kv_b_proj",
@@ -338,31 +268,3 @@ def test_audit_names_the_family_and_finds_what_is_lost(tmp_path, fp8):
     save_file(tensors, folder / "model.safetensors")
     findings = open_checkpoint(folder, lenient=True).audit().findings
     assert set(lost) <= {name for finding in findings if finding.severity == "error" for name in finding.tensors}
-
-
-def test_said_of_the_file(folder):
-    check_memory(folder)
-    check_memory(folder, model_format="fp8", exclude="none")
-
-
-@pytest.mark.parametrize(("change", "said"), [
-    ({"scoring_func": "softmax"}, "scoring_func is 'softmax'; expected 'sigmoid'"),
-    ({"topk_method": "greedy"}, "topk_method is 'greedy'; expected 'noaux_tc'"),
-    ({"attention_bias": True}, "attention_bias is true; expected false"),
-    ({"num_key_value_heads": 2}, "num_key_value_heads is 2; expected 4"),
-    ({"qk_rope_head_dim": 15}, "qk_rope_head_dim is 15; expected an even number"),
-    ({"n_group": 3}, "n_group is 3; expected"),
-    ({"topk_group": 5}, "topk_group is 5; expected at most n_group, 4"),
-    ({"num_experts_per_tok": 5}, "num_experts_per_tok is 5; expected at most 4"),
-    ({"kv_lora_rank": None}, "kv_lora_rank is missing"),
-    ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type is 'linear'; expected 'default' or 'yarn'"),
-    ({"rope_scaling": {"type": "yarn", "factor": 2.0}}, "original_max_position_embeddings is missing"),
-    ({"rope_scaling": {"rope_type": "yarn", "factor": "x", "original_max_position_embeddings": 64}}, "factor is 'x'"),
-    ({"rope_scaling": YARN | {"beta_fast": 1e-320}}, "beta_fast is 1e-320, beta_slow 1.0"),
-    ({"rope_scaling": YARN | {"truncate": 1}}, "truncate 1; expected turns"),
-    ({"rope_theta": 0.5}, "rope_theta is 0.5; expected more than 1 with yarn"),
-    ({"num_nextn_predict_layers": -1}, "num_nextn_predict_layers is -1; expected a whole number"),
-])  # fmt: skip
-def test_configs_that_ask_for_something_else_are_refused(folder, tmp_path, change, said):
-    with pytest.raises(CheckpointError, match=said):
-        load_model(changed(folder, tmp_path / "m", lambda tensors, config: config.update(change)))

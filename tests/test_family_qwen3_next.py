@@ -9,27 +9,9 @@ import pytest
 import torch
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextDecoderLayer, Qwen3NextRMSNorm
 
-from family_checkpoints import load_target, write_fp8, write_qwen3_next
-from family_checks import (
-    PROMPTS,
-    TREATMENTS,
-    WEIGHTS,
-    Definition,
-    HeadModule,
-    changed,
-    check_audit,
-    check_drafts,
-    check_fp8,
-    check_greedy,
-    check_head,
-    check_logits,
-    check_lossless,
-    check_memory,
-    check_rollback,
-    dequantised,
-    filled,
-    weights_of,
-)
+from family_checkpoints import write_fp8, write_qwen3_next
+from family_checks import PROMPTS, HeadModule, assembled, changed, stack_experts, weights_of
+from family_suite import RunsAsTransformers, family_fixtures
 from mtplab import CheckpointError, generate, load_model
 from mtplab.checkpoint.experts import stacked_parts
 from mtplab.checkpoint.header import TensorInfo
@@ -47,89 +29,45 @@ SHAPES = {
     "every second layer mixed": {"decoder_sparse_step": 2, "mlp_only_layers": None, "full_attention_interval": 2},
 }  # fmt: skip
 
-
-@pytest.fixture(scope="module", params=list(SHAPES))
-def each(request, tmp_path_factory):
-    """(our model, transformers') of every shape."""
-    folder = write_qwen3_next(tmp_path_factory.mktemp("next"), **SHAPES[request.param])
-    return load_model(folder), load_target(folder)
+each, folder, pair = family_fixtures("qwen3_next", SHAPES)
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return write_qwen3_next(tmp_path_factory.mktemp("next"))
+class TestQwen3Next(RunsAsTransformers):
+    family, layout = "qwen3_next", "Qwen3-Next"
+    faults = (
+        ("mlp_only_layers", ["1"], r"mlp_only_layers is \['1'\]; expected a list of layers' numbers"),
+        ("mlp_only_layers", 1, "mlp_only_layers is 1; expected a JSON list"),
+        ("decoder_sparse_step", 0, "decoder_sparse_step is 0"),
+        ("num_nextn_predict_layers", 40, "num_nextn_predict_layers is 40"),
+        ("attention_bias", True, "attention_bias is true; expected false"),
+        ("linear_num_value_heads", 3, "linear_num_value_heads is 3; expected a multiple of 2"),
+        ("layer_types", ["full_attention"], "layer_types has 1 entries"),
+    )
 
+    def heads_of(self, oracle, folder) -> list[HeadModule]:
+        config = copy.deepcopy(oracle.config)
+        # the head's layer alone: attention, and experts as its own number has it
+        config.layer_types = ["full_attention"]
+        names = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm")
+        around = weights_of(folder, "mtp.")
+        weights = weights_of(folder, "mtp.layers.0.") | {f"{name}.weight": around[f"{name}.weight"] for name in names}
+        norms = [Qwen3NextRMSNorm(64, config.rms_norm_eps) for _ in range(3)]
+        return [assembled(weights, names, norms, Qwen3NextDecoderLayer(config, 0), oracle.model.rotary_emb)]
 
-@pytest.fixture(scope="module")
-def pair(folder):
-    return load_model(folder), load_target(folder)
+    def test_fp8_files_run(self, tmp_path):
+        """Among others `in_proj_qkvz`, whose blocks of scales hold parts of heads."""
+        super().test_fp8_files_run(tmp_path)
+        inputs = load_model(tmp_path / "fp8").target.layers[0].mixer.inputs
+        assert dict(zip(inputs.names, inputs.rounded, strict=True)) == {
+            "model.layers.0.linear_attn.in_proj_qkvz": True, "model.layers.0.linear_attn.in_proj_ba": False,
+        }  # fmt: skip
 
-
-def head_of(oracle, folder) -> HeadModule:
-    config = copy.deepcopy(oracle.config)
-    # the head's layer alone: attention, and experts as its own number has it
-    config.layer_types = ["full_attention"]
-    weights = weights_of(folder, "mtp.layers.0.")
-    rest = weights_of(folder, "mtp.")
-    names = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")
-    norms = [filled(Qwen3NextRMSNorm(64, config.rms_norm_eps), {"weight": rest[f"{name}.weight"]}) for name in names]
-    layer = filled(Qwen3NextDecoderLayer(config, 0), weights)
-    return HeadModule(norms[0], norms[1], rest["fc.weight"], layer, norms[2], oracle.model.rotary_emb)
-
-
-@pytest.mark.parametrize("exact", [True, False])
-def test_target_equals_transformers(each, exact):
-    check_logits(*each, exact)
-
-
-def test_ragged_batches_decode_as_transformers(each):
-    check_greedy(*each)
-
-
-def test_head_equals_an_assembly_of_transformers_layers(each):
-    model, oracle = each
-    check_head(model, oracle, [head_of(oracle, model.checkpoint.path)])
-
-
-@pytest.mark.parametrize("hidden", ["post_norm", "pre_norm"])
-def test_drafts_are_those_of_the_definition(pair, folder, hidden):
-    model, oracle = pair
-    check_drafts(model, Definition(oracle, [head_of(oracle, folder)], hidden, hidden))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("weights, policy", TREATMENTS)
-def test_lossless_and_traced_exactly(folder, weights, policy):
-    check_lossless(load_model(folder, **WEIGHTS[weights]), policy)
-
-
-@pytest.mark.parametrize("policy", ["none", "int4"])
-def test_rejected_drafts_leave_no_trace(pair, policy):
-    check_rollback(pair[0], policy)
-
-
-def test_fp8_files_run(tmp_path):
-    """Among others `in_proj_qkvz`, whose blocks of scales hold parts of heads."""
-    folder = write_fp8("qwen3_next", tmp_path / "fp8")
-    plain = dequantised(folder, tmp_path / "plain")
-    check_fp8(folder, plain, load_target(plain))
-    check_audit(folder, "Qwen3-Next")
-    check_memory(folder)
-    model = load_model(folder)
-    inputs = model.target.layers[0].mixer.inputs
-    assert dict(zip(inputs.names, inputs.rounded, strict=True)) == {
-        "model.layers.0.linear_attn.in_proj_qkvz": True, "model.layers.0.linear_attn.in_proj_ba": False,
-    }  # fmt: skip
-
-
-def _stack(tensors, config):
-    made = stacked(tensors)
-    tensors.clear()
-    tensors.update(made)
+    def test_said_of_the_file(self, each):
+        super().test_said_of_the_file(each[0].checkpoint.path)
 
 
 def test_stacked_experts_are_the_single_ones(folder, tmp_path):
-    other = load_model(changed(folder, tmp_path / "stack", _stack))
+    other = load_model(changed(folder, tmp_path / "stack", stack_experts))
     assert torch.equal(next_logits(other, PROMPTS[2]), next_logits(load_model(folder), PROMPTS[2]))
     fp8 = [load_model(path, model_format="fp8", exclude="none") for path in (folder, tmp_path / "stack")]
     assert torch.equal(next_logits(fp8[0], PROMPTS[2]), next_logits(fp8[1], PROMPTS[2]))
@@ -192,30 +130,6 @@ def test_head_layers_are_counted_on_disk(folder, tmp_path):
 
     with pytest.raises(CheckpointError, match=r"mtp\.layers\.0\."):
         load_model(changed(folder, tmp_path / "torn", torn))
-
-
-def test_said_of_the_file(each):
-    folder = each[0].checkpoint.path
-    check_audit(folder, "Qwen3-Next")
-    check_memory(folder)
-    check_memory(folder, model_format="fp8", exclude="none")
-
-
-@pytest.mark.parametrize(
-    ("key", "value", "said"),
-    [
-        ("mlp_only_layers", ["1"], r"mlp_only_layers is \['1'\]; expected a list of layers' numbers"),
-        ("mlp_only_layers", 1, "mlp_only_layers is 1; expected a JSON list"),
-        ("decoder_sparse_step", 0, "decoder_sparse_step is 0"),
-        ("num_nextn_predict_layers", 40, "num_nextn_predict_layers is 40"),
-        ("attention_bias", True, "attention_bias is true; expected false"),
-        ("linear_num_value_heads", 3, "linear_num_value_heads is 3; expected a multiple of 2"),
-        ("layer_types", ["full_attention"], "layer_types has 1 entries"),
-    ],
-)
-def test_config_faults_are_named(folder, tmp_path, key, value, said):
-    with pytest.raises(CheckpointError, match=said):
-        load_model(changed(folder, tmp_path / "m", lambda tensors, config: config.update({key: value})))
 
 
 @pytest.mark.slow

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
+import functools
 import json
 
 import numpy as np
@@ -11,28 +11,21 @@ import torch
 from safetensors.torch import load_file
 from transformers.models.step3p7.modeling_step3p7 import Step3p7DecoderLayer, Step3p7RMSNorm
 
-from family_checkpoints import load_target, longer, model_of, write_fp8, write_step3p7
+from family_checkpoints import load_target, longer, model_of, write_step3p7
 from family_checks import (
     PROMPTS,
-    TREATMENTS,
-    WEIGHTS,
     Definition,
     HeadModule,
+    assembled,
     changed,
-    check_audit,
     check_drafts,
-    check_fp8,
-    check_greedy,
-    check_head,
-    check_logits,
+    check_head_setting,
     check_lossless,
-    check_memory,
-    check_rollback,
     check_transformers_drafts,
-    dequantised,
-    filled,
+    quantised_here,
     weights_of,
 )
+from family_suite import EVERY_STAGE, RunsAsTransformers, family_fixtures
 from mtplab import CheckpointError, generate, load_model, open_checkpoint, quantize_checkpoint, trace
 from mtplab.checkpoint.draft_layouts import DEEPSEEK_V3, STEP
 from mtplab.study.checkpoint_sizes import sizes_of
@@ -49,22 +42,7 @@ SHAPES = {
     },
 }  # fmt: skip
 
-
-@pytest.fixture(scope="module", params=list(SHAPES))
-def each(request, tmp_path_factory):
-    """(our model, transformers') of every shape."""
-    folder = write_step3p7(tmp_path_factory.mktemp("step"), **SHAPES[request.param])
-    return load_model(folder), load_target(folder)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return write_step3p7(tmp_path_factory.mktemp("step"))
-
-
-@pytest.fixture(scope="module")
-def pair(folder):
-    return load_model(folder), load_target(folder)
+each, folder, pair = family_fixtures("step3p7", SHAPES)
 
 
 @pytest.fixture(scope="module")
@@ -74,42 +52,48 @@ def single(tmp_path_factory):
     return load_model(folder), load_target(folder)
 
 
-def modules_of(oracle, folder) -> list[HeadModule]:
-    """The head's layers: transformers' decoder layers of a text model that counts them, and what the file holds."""
-    config = json.loads((folder / "config.json").read_text())
-    count = config.get("text_config", config)["num_nextn_predict_layers"]
-    shell = model_of(longer(config, count))
-    text, found = shell.config.get_text_config(), []
-    text._attn_implementation = "eager"
-    rotary = shell.get_decoder().rotary_emb
-    for i in range(LAYERS, LAYERS + count):
-        weights = weights_of(folder, f"model.layers.{i}.")
-        own = ("enorm", "hnorm", "transformer.shared_head.norm")
-        norms = [
-            filled(Step3p7RMSNorm(text.hidden_size, text.rms_norm_eps), {"weight": weights.pop(f"{name}.weight")})
-            for name in own
-        ]
-        fc, head = weights.pop("eh_proj.weight"), weights.pop("transformer.shared_head.output.weight")
-        layer = filled(Step3p7DecoderLayer(text, i), weights)
-        kind = text.layer_types[i]
-        found.append(
-            HeadModule(
-                norms[0], norms[1], fc, layer, norms[2],
-                lambda x, positions, kind=kind: rotary(x, positions, kind),
-                window=WINDOW if kind == "sliding_attention" else None,
-                head=head,
-            )
-        )  # fmt: skip
-    return found
+class TestStep(RunsAsTransformers):
+    family, layout = "step3p7", "Step-3.5"
+    stages = EVERY_STAGE
+    # all three layers of the head, and past the last one
+    depth = 5
+    faults = (
+        ("layer_types", ["full_attention"] * 5, "layer_types has 5 entries; expected 8"),
+        ("layer_types", ["full_attention", "chunked"] * 4, "each full_attention or sliding_attention, found chunked"),
+        ("sliding_window", None, "sliding_window is missing"),
+        ("attention_other_setting", {"attention_type": "full_attention"}, "attention_type sliding_attention"),
+        ("use_rope_layers", [True] * 7 + [False], "use_rope_layers is .* expected true for every layer"),
+        ("rope_scaling", {"rope_type": "yarn", "factor": 2.0}, "rope_type is 'yarn'; expected 'default' or 'llama3'"),
+        ("yarn_only_types", None, "yarn_only_types is None; expected a list"),
+        ("rope_theta", [1.0, 0], "rope_theta has 2 entries; expected 8"),
+        ("moe_layers_enum", "2,x", "moe_layers_enum is '2,x'; expected numbers of the layers"),
+        ("moe_top_k", 9, "moe_top_k is 9; expected at most moe_num_experts, 8"),
+        ("moe_router_activation", "softmax", "moe_router_activation is 'softmax'; expected 'sigmoid'"),
+        ("swiglu_limits", [0.0, -1.0], "swiglu_limits is -1.0; expected a positive float"),
+    )
 
+    def heads_of(self, oracle, folder) -> list[HeadModule]:
+        """Decoder layers of a text model that counts them, and what the file holds."""
+        config = json.loads((folder / "config.json").read_text())
+        count = config.get("text_config", config)["num_nextn_predict_layers"]
+        shell = model_of(longer(config, count))
+        text, found = shell.config.get_text_config(), []
+        text._attn_implementation = "eager"
+        rotary = shell.get_decoder().rotary_emb
+        names = ("enorm", "hnorm", "eh_proj", "transformer.shared_head.norm")
+        for i in range(LAYERS, LAYERS + count):
+            weights, kind = weights_of(folder, f"model.layers.{i}."), text.layer_types[i]
+            head = weights.pop("transformer.shared_head.output.weight")
+            norms = [Step3p7RMSNorm(text.hidden_size, text.rms_norm_eps) for _ in range(3)]
+            window = WINDOW if kind == "sliding_attention" else None
+            turned = functools.partial(rotary, layer_type=kind)
+            layer = Step3p7DecoderLayer(text, i)
+            found.append(assembled(weights, names, norms, layer, turned, window=window, head=head))
+        return found
 
-@pytest.mark.parametrize("exact", [True, False])
-def test_target_equals_transformers(each, exact):
-    check_logits(*each, exact)
-
-
-def test_ragged_batches_decode_as_transformers(each):
-    check_greedy(*each)
+    def test_one_layers_chain_is_the_definitions(self, single):
+        model, oracle = single
+        check_drafts(model, Definition(oracle, self.heads_of(oracle, model.checkpoint.path), "pre_norm"), depth=4)
 
 
 def test_layers_are_what_the_config_says(pair):
@@ -142,24 +126,6 @@ def test_what_is_steps_own_changes_the_output(folder, tmp_path, pair):
         assert np.nanmax(abs(found.top - ours.top)) > 1e-4, change
 
 
-def test_head_equals_an_assembly_of_transformers_layers(each):
-    model, oracle = each
-    check_head(model, oracle, modules_of(oracle, model.checkpoint.path))
-
-
-@pytest.mark.parametrize("draft_hidden", ["post_norm", "pre_norm"])
-@pytest.mark.parametrize("target_hidden", ["post_norm", "pre_norm"])
-def test_drafts_are_those_of_the_definition(pair, folder, target_hidden, draft_hidden):
-    """All three layers, and past the last one."""
-    model, oracle = pair
-    check_drafts(model, Definition(oracle, modules_of(oracle, folder), draft_hidden, target_hidden), depth=5)
-
-
-def test_one_layers_chain_is_the_definitions(single):
-    model, oracle = single
-    check_drafts(model, Definition(oracle, modules_of(oracle, model.checkpoint.path), "pre_norm"), depth=4)
-
-
 def test_served_as_vllm_does(pair):
     spec = generate(pair[0], PROMPTS[:1], depth=2, max_new_tokens=4).settings["spec"]
     assert (spec["target_hidden"], spec["draft_hidden"]) == ("pre_norm", "pre_norm")
@@ -178,43 +144,18 @@ def test_drafts_are_transformers(pair, folder, tmp_path):
     check_transformers_drafts(pair[0], load_target(named))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("weights, policy", TREATMENTS)
-def test_lossless_and_traced_exactly(folder, weights, policy):
-    check_lossless(load_model(folder, **WEIGHTS[weights]), policy)
-
-
 @pytest.mark.parametrize("policy", ["none", "int4"])
 def test_a_chain_over_a_window_is_traced_exactly(single, policy):
     """Of one head layer, whose trace forks a cache that only a window of is seen."""
     check_lossless(single[0], policy, count=16)
 
 
-@pytest.mark.parametrize("policy", ["none", "int4"])
-def test_rejected_drafts_leave_no_trace(pair, policy):
-    check_rollback(pair[0], policy)
-
-
-def test_fp8_files_run(tmp_path):
-    """Stacks of experts with stacked scales."""
-    folder = write_fp8("step3p7", tmp_path / "fp8")
-    plain = dequantised(folder, tmp_path / "plain")
-    check_fp8(folder, plain, load_target(plain))
-    check_audit(folder, "Step-3.5")
-    check_memory(folder)
-
-
 def test_quantised_here_it_loads_as_quantised_at_load(tmp_path):
     """Stacks are taken apart into experts one by one, which are read under those names."""
-    write_fp8("step3p7", tmp_path / "f")
-    source = tmp_path / "f" / "bf16"
-    quantize_checkpoint(source, tmp_path / "out", format="fp8-block")
-    written, loaded = load_model(tmp_path / "out"), load_model(source, model_format="fp8")
+    written, _ = quantised_here("step3p7", tmp_path, depth=4)
     fp8 = {m.name for m in written.plan.modules if m.weight == "fp8"}
     assert "model.layers.2.moe.experts.7.down_proj" in fp8 and "model.layers.6.self_attn.q_proj" in fp8
     assert not [name for name in fp8 if name.endswith(("g_proj", "moe.gate", "eh_proj", "output"))]
-    runs = [generate(each, PROMPTS, depth=4, max_new_tokens=12) for each in (written, loaded)]
-    assert runs[0].tokens == runs[1].tokens and runs[0].rounds == runs[1].rounds
     said = open_checkpoint(tmp_path / "out").audit(deep=True)
     assert {each.kind for each in said.at_least("warning")} <= {"random-head"} and said.head.complete
 
@@ -229,10 +170,7 @@ def test_other_exclusions_are_exchanged_in_a_loaded_model(folder):
     assert other.target.layers[2].mlp.experts is not model.target.layers[2].mlp.experts
 
 
-def test_said_of_the_file(folder):
-    check_audit(folder, "Step-3.5")
-    check_memory(folder)
-    check_memory(folder, model_format="fp8", exclude="none")
+def test_sizes_of_layers_that_differ_are_not_said(folder):
     with pytest.raises(CheckpointError, match="differ in heads, rotation or how far they see"):
         sizes_of(open_checkpoint(folder))
 
@@ -262,31 +200,6 @@ def test_heads_behind_the_target_are_told_apart(folder, tmp_path):
     assert open_checkpoint(other).audit().head.family == DEEPSEEK_V3.family
 
 
-@pytest.mark.parametrize(
-    ("key", "value", "said"),
-    [
-        ("layer_types", ["full_attention"] * 5, "layer_types has 5 entries; expected 8"),
-        ("layer_types", ["full_attention", "chunked"] * 4, "each full_attention or sliding_attention, found chunked"),
-        ("sliding_window", None, "sliding_window is missing"),
-        ("attention_other_setting", {"attention_type": "full_attention"}, "attention_type sliding_attention"),
-        ("use_rope_layers", [True] * 7 + [False], "use_rope_layers is .* expected true for every layer"),
-        ("rope_scaling", {"rope_type": "yarn", "factor": 2.0}, "rope_type is 'yarn'; expected 'default' or 'llama3'"),
-        ("yarn_only_types", None, "yarn_only_types is None; expected a list"),
-        ("rope_theta", [1.0, 0], "rope_theta has 2 entries; expected 8"),
-        ("moe_layers_enum", "2,x", "moe_layers_enum is '2,x'; expected numbers of the layers"),
-        ("moe_top_k", 9, "moe_top_k is 9; expected at most moe_num_experts, 8"),
-        ("moe_router_activation", "softmax", "moe_router_activation is 'softmax'; expected 'sigmoid'"),
-        ("swiglu_limits", [0.0, -1.0], "swiglu_limits is -1.0; expected a positive float"),
-    ],
-)
-def test_config_faults_are_named(folder, tmp_path, key, value, said):
-    def change(tensors, config):
-        config["text_config"][key] = value
-
-    with pytest.raises(CheckpointError, match=said):
-        load_model(changed(folder, tmp_path / "m", change))
-
-
 def test_experts_twice_are_refused(folder, tmp_path):
     def both(tensors, config):
         tensors["model.layers.2.moe.experts.0.up_proj.weight"] = tensors["model.layers.2.moe.up_proj.weight"][0].clone()
@@ -297,10 +210,7 @@ def test_experts_twice_are_refused(folder, tmp_path):
 
 def test_a_module_for_each_draft_is_chained(pair):
     """A step reads what the one before gave; were it given the target's state again, drafts would be others."""
-    model = pair[0]
-    bare = dataclasses.replace(model, draft=dataclasses.replace(model.draft, chained=False))
-    one, other = (trace(each, PROMPTS, 3, max_new_tokens=16) for each in (model, bare))
-    assert one.outputs == other.outputs and np.nanmax(abs(one.top[:, 1:] - other.top[:, 1:])) > 1e-3
+    check_head_setting(pair[0], PROMPTS, depth=3, count=16, first=1, chained=False)
 
 
 def test_a_stack_that_is_kept_beside_single_experts(folder, tmp_path):

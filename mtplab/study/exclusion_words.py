@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from mtplab.study.numbers import NATS, plus_minus
+from mtplab.study.numbers import NATS, fixed, plus_minus
 
 if TYPE_CHECKING:
     from mtplab.study.exclusion_meter import Change, Measured
@@ -94,9 +94,9 @@ def _names(found: ExclusionSearch, point: Measured) -> str:
 
 def _against(better: Better) -> str:
     chance = {True: "within chance", False: "beyond chance"}
-    size = f"{better.nbytes:+,} bytes".replace("-", "−")
+    size = fixed(better.nbytes, 0, sign=True)
     return (
-        f"{size}, KL {plus_minus(*better.kl, sign=True)} ({chance[better.kl.within_chance]}), "
+        f"{size} bytes, KL {plus_minus(*better.kl, sign=True)} ({chance[better.kl.within_chance]}), "
         f"acceptance length {plus_minus(*better.length, sign=True)} ({chance[better.length.within_chance]})"
     )
 

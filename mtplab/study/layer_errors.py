@@ -25,6 +25,7 @@ from mtplab.quant.headwise import HeadwiseLinear
 from mtplab.quant.linear import PackedLinear
 from mtplab.quant.policy import resolve_policy
 from mtplab.study.number_table import number_lines, number_table
+from mtplab.study.numbers import rounded
 from mtplab.study.text_batches import TextBatch, check_texts, text_batches
 from mtplab.study.words import ranges
 
@@ -103,7 +104,8 @@ class Numerics:
     def _sentences(self) -> list[str]:
         found = [f"{self.tokens} tokens read."]
         if self.draft_kl is not None:
-            found.append(f"The head's distributions move by a KL of {self.draft_kl:.5f} nats for the same input.")
+            kl, _ = rounded(self.draft_kl)
+            found.append(f"The head's distributions move by a KL of {kl} nats for the same input.")
         return found + [printable(each, 400) for each in self.about]
 
 

@@ -86,11 +86,10 @@ def doctor(
         from mtplab.models.memory import memory
         from mtplab.study.grid import weight_format
 
-        kept = exclusion("--exclude", *(exclude or ()))
-        if kept is not None:
-            model_format = weight_format(open_checkpoint(path), model_format, kept)
+        opened, kept = open_checkpoint(path), exclusion("--exclude", *(exclude or ()))
+        model_format = weight_format(opened, model_format, kept)
         needs = memory(
-            path, device, dtype, kept, None, quant_policy, draft_quant_policy, model_format,
+            opened, device, dtype, kept, None, quant_policy, draft_quant_policy, model_format,
             batch=batch, context=context, depth=depth, layers=layers,
         )  # fmt: skip
         if as_json:

@@ -95,13 +95,14 @@ def generate(
     if prompts is not None:
         given += [item.text for item in load_prompts(prompts).prompts]
     kept = exclusion("--exclude", *(exclude or ()))
-    model_format = weight_format(open_checkpoint(path), model_format, kept)
+    opened = open_checkpoint(path)
+    model_format = weight_format(opened, model_format, kept)
     with spinner(f"loading {path}"):
         from mtplab.decode import generate as run
         from mtplab.models import load_model
 
         model = load_model(
-            path,
+            opened,
             device=device,
             exclude=kept,
             quant_policy=quant_policy,

@@ -74,8 +74,9 @@ def measure(
 
     policy, texts = resolve_policy(quant_policy), load_prompts(prompts)
     kept = exclusion("--exclude", *(exclude or ()))
-    model_format = weight_format(open_checkpoint(path), model_format, kept)
-    model = load_model(path, device=device, exclude=kept, model_format=model_format, quant_policy=policy)
+    opened = open_checkpoint(path)
+    model_format = weight_format(opened, model_format, kept)
+    model = load_model(opened, device=device, exclude=kept, model_format=model_format, quant_policy=policy)
     with step_bar("timing", "run") as bar:
         found = time_depths(
             model,

@@ -13,6 +13,7 @@ from mtplab.decode.calibration import bound
 from mtplab.models.cache import KVCache
 from mtplab.models.spec import CacheRows
 from mtplab.quant.policy import resolve_policy
+from mtplab.report.sweep_panel import SweepPanel
 from test_memory import held_tensors
 
 PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6], [5, 3], [8, 9, 7, 9, 3, 2, 3, 8, 4, 6, 2, 6, 4]]
@@ -48,6 +49,13 @@ def test_a_study_of_caches_takes_the_policies_that_fit(model):
     assert compare_caches(model, PROMPTS[:1], **settings).policies == ["none", "int8", "int4", "fp8_e4m3"]
     with pytest.raises(ConfigError, match="keeps one row"):
         compare_caches(model, PROMPTS[:1], ["turboquant"], **settings)
+
+
+def test_the_sweep_panel_offers_the_policies_that_fit(folder, model):
+    fit = ("none", "int8", "int4", "fp8_e4m3", "fp8_e5m2")
+    for each in (folder, model):
+        assert SweepPanel(each, modules=[])._widgets["policies"].options == fit
+    assert SweepPanel("nowhere", modules=[])._widgets["policies"].options == (*fit, "turboquant")
 
 
 @pytest.mark.parametrize("policy", ["none", "int8", "int4", "fp8_e5m2"])

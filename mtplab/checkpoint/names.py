@@ -10,15 +10,18 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 from mtplab.checkpoint.config_json import text_config
 from mtplab.checkpoint.draft_layouts import BEHIND_COUNT, OWN_COUNT, ROOTS
 
 __all__ = [
+    "InLayer",
     "Reach",
     "draft_globs",
     "draft_prefixes",
+    "experts_together",
+    "in_layer",
     "kind_of",
     "layer_of",
     "module_of",
@@ -40,6 +43,9 @@ _PARAMETERS = ("weight", "bias")
 _SENSES = re.compile(r"(?:^|\.)(?:visual|vision_\w+|audio_\w+|image_\w+|\w*projector)(?:\.|$)")
 _SENSE_WORDS = ("vis", "audio_", "image_", "projector")
 _LAYER = re.compile(r"(model|mtp)\.layers\.([0-9]{1,9})\.")
+# in whatever stack of layers: a head may name its own `mtp_layers`
+_IN_LAYER = re.compile(r"(?:\b|_)layers\.([0-9]+)\.")
+_EXPERT = re.compile(r"\bexperts\.[0-9]+\b")
 _COMPARED = 500  # characters of names that may be told for neighbours
 _EMBEDDINGS = {"embed_tokens", "embed", "wte", "word_embeddings", "tok_embeddings", "embeddings"}
 _HEADS = {"lm_head", "head", "output"}
@@ -119,6 +125,25 @@ def layer_of(module: str) -> int | None:
     """The number of the decoder layer that a module of the target belongs to, as names on disk count them."""
     layer = _LAYER.match(normalised(module))
     return int(layer[2]) if layer and layer[1] == "model" else None
+
+
+class InLayer(NamedTuple):
+    """A module's name, taken apart at its layer's number."""
+
+    root: str  # `model.layers.`
+    number: str
+    rest: str  # `mlp.down_proj`
+
+
+def in_layer(module: str) -> InLayer | None:
+    """Where a module's name, as it stands on disk, says its layer, of the target or of a head; None for no layer."""
+    found = _IN_LAYER.search(module)
+    return InLayer(module[: found.start(1)], found[1], module[found.end() :]) if found else None
+
+
+def experts_together(module: str) -> str:
+    """The name with `experts.*` in place of one expert's: what all experts of a layer share."""
+    return _EXPERT.sub("experts.*", module)
 
 
 def of_other_senses(name: str) -> bool:

@@ -18,7 +18,7 @@ from mtplab.report.palette import GRID, INK, MARKERS, PAPER, policy_colours
 from mtplab.report.picture import Picture
 from mtplab.report.text import escape, plain, plot_label
 from mtplab.study.cache_study import CacheLine, CacheStudy, context_edges
-from mtplab.study.numbers import NATS, plus_minus, rounded
+from mtplab.study.numbers import NATS, fixed, plus_minus, rounded
 from mtplab.study.words import DEPTH, cache_words, signed
 
 __all__ = ["MEASURES", "cache_bytes_and_cost", "cache_by_context", "cache_pictures", "cache_table", "draft_cache_grid"]
@@ -160,14 +160,14 @@ def cache_table(study: CacheStudy, depth: int) -> str:
             escape(cache_words(line.policy, line.draft_policy)),
             f"{line.nbytes:,}",
             f"{line.draft_nbytes:,}",
-            _plus_minus(line.acceptance.length(depth), line.acceptance.half_interval(depth), "{:.2f}"),
-            "–" if change is None or line.policy == "none" else _plus_minus(*change, "{:+.2f}"),
+            _with_half(line.acceptance.length(depth), line.acceptance.half_interval(depth)),
+            "–" if change is None or line.policy == "none" else _with_half(*change, sign=True),
             "0" if not quality.mean_kl else plus_minus(quality.mean_kl, quality.kl_interval()),
             f"{100 * (quality.top1_agreement or 0):.2f} %",
             f"{quality.perplexity:.3f}",
         ]
         style = "text-align:right;white-space:nowrap"
-        rest = "".join(f'<td style="{style}">{_minus(cell)}</td>' for cell in cells[1:])
+        rest = "".join(f'<td style="{style}">{cell}</td>' for cell in cells[1:])
         rows.append(f"<tr><td>{cells[0]}</td>{rest}</tr>")
     # titles may take two lines, so that the table fits a page
     sides = ["left", *["right"] * (len(names) - 1)]
@@ -177,14 +177,6 @@ def cache_table(study: CacheStudy, depth: int) -> str:
     )
     table = f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
     return scrolling(table, "Cache policies")
-
-
-def _minus(cell: str) -> str:
-    """A leading hyphen as a minus sign, and none before what is rounded to nothing."""
-    if not cell.startswith("-"):
-        return cell
-    nothing = not any(digit in cell.split(" ")[0] for digit in "123456789")
-    return cell[1:] if nothing else f"−{cell[1:]}"
 
 
 def _contexts(
@@ -277,7 +269,7 @@ def _middle(record: dict[str, Any]) -> float:
     return (low * high) ** 0.5 if low else high / 2**0.5
 
 
-def _plus_minus(value: float | None, half: float | None, form: str) -> str:
+def _with_half(value: float | None, half: float | None, sign: bool = False) -> str:
     if value is None:
         return "–"
-    return form.format(value) + ("" if half is None else f" ± {form.replace('+', '').format(half)}")
+    return fixed(value, 2, sign) + ("" if half is None else f" ± {fixed(half, 2)}")

@@ -8,12 +8,13 @@ from __future__ import annotations
 from matplotlib.ticker import MaxNLocator
 
 from mtplab.report.comparison import Against, Point
-from mtplab.report.comparison_tables import pair_words, signed
+from mtplab.report.comparison_tables import pair_words
 from mtplab.report.figures import Signs, new_figure, nothing_drawn, side_by_side, style_axes
 from mtplab.report.palette import INK
 from mtplab.report.picture import Picture
 from mtplab.report.text import one_line, plain, plot_label
 from mtplab.study.matching import AXES, Pair
+from mtplab.study.numbers import fixed
 from mtplab.study.words import DEPTH
 
 __all__ = ["differences_by_depth"]
@@ -79,7 +80,8 @@ def _alt(against: Against, drawn: dict[str, list[Point]]) -> str:
     parts = []
     for name, found in drawn.items():
         deepest = found[-1]
-        error = f" ± {deepest.change.error:.2f}" if deepest.change else ""
-        parts.append(f"{one_line(name, 80)}: {signed(deepest.difference)}{error} at depth {deepest.pair.depth}")
+        said = fixed(deepest.difference, 2, sign=True)
+        said += f" ± {deepest.change.error:.2f}" if deepest.change else ""
+        parts.append(f"{one_line(name, 80)}: {said} at depth {deepest.pair.depth}")
     names = plain(against.other.name), plain(against.base.name)
     return f"Line chart, acceptance length of {names[0]} less that of {names[1]}, by draft depth. {'; '.join(parts)}."

@@ -11,9 +11,9 @@ from mtplab.report.comparison import Against, Point
 from mtplab.report.row_sizes import SIZES, Size
 from mtplab.report.table import Table
 from mtplab.report.text import human_bytes, one_line
-from mtplab.study import words
 from mtplab.study.fields import has_length
 from mtplab.study.matching import AXES, Pair
+from mtplab.study.numbers import fixed
 from mtplab.study.row import ResultRow
 from mtplab.study.soundness import COLUMNS, quality_numbers
 
@@ -23,7 +23,6 @@ __all__ = [
     "pair_words",
     "quality_lines",
     "setting_varies",
-    "signed",
     "size_known",
     "speed_pairs",
     "tables",
@@ -58,11 +57,6 @@ def pair_words(pair: Pair, axis: str) -> str:
     read = AXES[axis][1]
     base, other = read(pair.base), read(pair.other)
     return base if base == other else f"{base} → {other}"
-
-
-def signed(value: float, digits: int = 2) -> str:
-    """With its sign, and no sign before nothing."""
-    return words.signed(value, digits) if round(value, digits) else f"{0:.{digits}f}"
 
 
 def _lengths(against: Against) -> Table:
@@ -261,9 +255,10 @@ def _names(against: Against) -> list[str]:
 
 
 def with_error(point: Point) -> str:
+    said = fixed(point.difference, 2, sign=True)
     if point.change is None:
-        return signed(point.difference)
-    return f"{signed(point.difference)} ± {point.change.error:.2f}" if point.compared else "none"
+        return said
+    return f"{said} ± {point.change.error:.2f}" if point.compared else "none"
 
 
 def listed(names: Sequence[str]) -> str:

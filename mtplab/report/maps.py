@@ -5,7 +5,6 @@ Reads only a resolved `Plan` (names, kinds, dtypes, sizes); opens no file and kn
 
 from __future__ import annotations
 
-import re
 from collections import defaultdict
 from functools import cache
 from typing import Any
@@ -18,6 +17,7 @@ from matplotlib.path import Path
 from matplotlib.textpath import TextPath
 from matplotlib.transforms import Affine2D
 
+from mtplab.checkpoint.names import experts_together, in_layer
 from mtplab.report.figures import new_figure, style_axes
 from mtplab.report.palette import DTYPE_COLOURS, DTYPE_INK, INK, PAPER
 from mtplab.report.picture import Picture
@@ -25,12 +25,9 @@ from mtplab.report.text import human_bytes, part_words, plot_label
 
 __all__ = ["bytes_by_part", "checkpoint_map", "map_key"]
 
-_LAYER = re.compile(r"^(?P<root>.*?)layers\.(?P<layer>\d+)\.(?P<rest>.+)$")
 _NAMES = {"fp8": "FP8 with a scale per block", "bf16": "BF16", "f16": "FP16", "f32": "FP32", "other": "other"}
 _BITS = {"fp8": "8", "bf16": "16", "f16": "16", "f32": "32", "other": "?"}
 
-
-_EXPERT = re.compile(r"\bexperts\.\d+\b")
 MANY_ROWS = 16  # past this, layers that are held alike share a row
 
 Row = tuple[int, int, str]  # (-1 outside, 0 target layer, 1 draft layer, 2 draft outside), layer, label
@@ -39,12 +36,12 @@ Sign = tuple[str, str, str]  # colour, colour of the number, number
 
 def _place(module: Any) -> tuple[Row, str]:
     """(row, column) of a module: rows are layers, target before draft; columns are kinds of module."""
-    found = _LAYER.match(module.name)
+    found = in_layer(module.name)
     draft = module.part == "draft"
     if found:
-        layer = int(found["layer"])
+        layer = int(found.number)
         label = f"draft layer {layer}" if draft else f"layer {layer}"
-        return (1 if draft else 0, layer, label), _EXPERT.sub("experts.*", found["rest"])
+        return (1 if draft else 0, layer, label), experts_together(found.rest)
     if draft:
         return (2, 0, "draft, outside"), module.name.rsplit(".", 1)[-1]
     return (-1, 0, "outside the layers"), module.name.rsplit(".", 1)[-1]

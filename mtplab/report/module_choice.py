@@ -17,14 +17,11 @@ from typing import Any
 
 from mtplab.checkpoint.exclusions import PUBLISHED, UserPatterns, parse_exclude
 from mtplab.checkpoint.header import PLAIN_FLOATS
-from mtplab.checkpoint.names import nearest, normalised
+from mtplab.checkpoint.names import experts_together, in_layer, nearest, normalised
 from mtplab.checkpoint.plan import LOAD_BLOCK
 from mtplab.errors import ConfigError
 
 __all__ = ["Group", "ModuleChoice", "Unit", "cost_of"]
-
-_EXPERT = re.compile(r"\bexperts\.([0-9]+)\.")
-_LAYER = re.compile(r"(?:^|\.)(?:mtp_)?layers\.([0-9]+)\.")
 
 
 @dataclass(frozen=True)
@@ -41,8 +38,8 @@ class Unit:
         """The glob that covers it and nothing else."""
         if len(self.modules) == 1:
             return glob.escape(self.name)
-        before, _, after = self.name.partition("experts.*.")
-        return f"{glob.escape(before)}experts.*.{glob.escape(after)}"
+        before, experts, after = self.name.partition("experts.*")
+        return f"{glob.escape(before)}{experts}{glob.escape(after)}"
 
 
 @dataclass
@@ -79,7 +76,7 @@ class ModuleChoice:
         for module in plan.modules:
             could = module.weight == "fp8" if self.quantised else module.stored in PLAIN_FLOATS
             if module.multiplies and module.part != "unused" and could:
-                name = _EXPERT.sub("experts.*.", module.name, count=1)
+                name = experts_together(module.name)
                 part = "draft" if module.part == "draft" else "target"
                 _, names, costs = found.setdefault(name, (part, [], []))
                 names.append(module.name)
@@ -97,12 +94,11 @@ class ModuleChoice:
 
     def _place(self, at: int, part: str) -> None:
         unit = self.units[at]
-        layer = _LAYER.search(unit.name)
-        rest = unit.name[layer.end() :] if layer else normalised(unit.name)
-        pieces = [piece for piece in rest.split(".") if piece != "*"]
+        layer = in_layer(unit.name)
+        pieces = [piece for piece in (layer.rest if layer else normalised(unit.name)).split(".") if piece != "*"]
         if len(unit.modules) > 1:
             pieces = [f"{piece} × {len(unit.modules)}" if piece == "experts" else piece for piece in pieces]
-        path = [part, *([f"layer {layer[1]}"] if layer else []), *pieces]
+        path = [part, *([f"layer {layer.number}"] if layer else []), *pieces]
         group = self.root
         group.bits |= 1 << at
         for depth, label in enumerate(path, 1):
@@ -203,21 +199,22 @@ class ModuleChoice:
         """Globs worth having, from the widest to the narrowest, and what each covers, as the plan matches them."""
         found: dict[str, None] = {"*": None}
         for unit in self.units:
-            name, layer = unit.name, _LAYER.search(unit.name)
+            name, layer = unit.name, in_layer(unit.name)
             head, _, last = name.rpartition(".")
             if layer is None:
                 found |= {f"{glob.escape(name.split('.')[0])}.*": None} if head else {}
                 continue
-            root, rest = name[: layer.start(1)], unit.pattern[len(glob.escape(name[: layer.end()])) :]
+            root, whole = layer.root, f"{layer.root}{layer.number}."
+            rest = unit.pattern[len(glob.escape(whole)) :]
             before = root.removesuffix("layers.").removesuffix("mtp_")
-            block = name[: layer.end()] + name[layer.end() :].split(".")[0]
+            block = whole + layer.rest.split(".")[0]
             for pattern in (
                 f"{glob.escape(before)}*" if before not in ("", "model.", "model.language_model.") else "",
                 f"{glob.escape(root)}*",
                 f"*.{rest}",
                 f"{glob.escape(root)}*.{rest}",
                 f"*.{glob.escape(last)}",
-                f"{glob.escape(name[: layer.end()])}*",
+                f"{glob.escape(whole)}*",
                 f"{glob.escape(block)}.*" if block != name else "",
                 f"*.{glob.escape(rest.split('.')[0])}.*" if "." in rest else "",
             ):

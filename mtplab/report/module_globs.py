@@ -5,8 +5,9 @@ Reads a plan's names; chooses nothing. `module_choice.py` has the tree that take
 
 from __future__ import annotations
 
-import re
 from typing import Any
+
+from mtplab.checkpoint.names import experts_together, in_layer
 
 __all__ = ["module_globs"]
 
@@ -21,8 +22,9 @@ def module_globs(plan: Any) -> list[str]:
     linear = [module.name for module in plan.modules if module.multiplies]
     kinds: dict[str, int] = {}
     for name in linear:
-        if ".layers." in name or name.startswith("layers."):
-            kind = re.sub(r"\bexperts\.\d+\b", "experts.*", name.split("layers.", 1)[1].partition(".")[2])
-            kinds[f"*.{kind}"] = kinds.get(f"*.{kind}", 0) + 1
+        found = in_layer(name)
+        if found:
+            kind = f"*.{experts_together(found.rest)}"
+            kinds[kind] = kinds.get(kind, 0) + 1
     singles = linear if len(linear) <= MAX_SINGLE else []
     return [glob for glob, count in kinds.items() if count > 1] + singles

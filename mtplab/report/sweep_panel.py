@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -16,6 +17,8 @@ from typing import Any
 import ipywidgets as widgets
 
 from mtplab.errors import CheckpointError, ConfigError
+from mtplab.models.cache_fit import fitting
+from mtplab.models.config import parse_config
 from mtplab.report.figures import acceptance_by_depth
 from mtplab.report.module_tree import ModuleTree
 from mtplab.report.opened import opened_checkpoint
@@ -25,6 +28,7 @@ from mtplab.report.text import plain
 
 __all__ = ["SweepPanel"]
 
+POLICIES = ("none", "int8", "int4", "fp8_e4m3", "fp8_e5m2", "turboquant")
 PRESETS = ("published", "none", "mtp.*")
 _WORDS = {"mtp.*": "MTP head"}  # which other families name otherwise (`Checkpoint.draft_globs`)
 SAME = "same as target"
@@ -40,7 +44,8 @@ class SweepPanel(Panel):
         checkpoint: path of a checkpoint folder (or a loaded model, as `mtplab.sweep` takes it).
         depths: lowest and highest depth to start with, 0 … 16.
         exclude: preset exclusion sets that are ticked to start with, from "published", "none", "mtp.*".
-        policies: cache policies offered, in this order; the first one is chosen.
+        policies: cache policies offered, in this order; the first one is chosen. When None, those of `POLICIES` that
+            the checkpoint's caches can be kept under.
         modules: globs offered for an exclusion set of one's own; all of the checkpoint's modules, as a tree, when None.
         recommended: names and globs that the tree's preset chooses, `found.exclude` of a search say; when None, what
             one engine or another builds in BF16 whatever a list says.
@@ -64,7 +69,7 @@ class SweepPanel(Panel):
         *,
         depths: tuple[int, int] = (0, 6),
         exclude: Sequence[str] = ("published",),
-        policies: Sequence[str] = ("none", "int8", "int4", "fp8_e4m3", "fp8_e5m2", "turboquant"),
+        policies: Sequence[str] | None = None,
         modules: Sequence[str] | None = None,
         recommended: Sequence[str] | None = None,
         prompts: Any = None,
@@ -78,7 +83,8 @@ class SweepPanel(Panel):
         self.checkpoint = checkpoint
         self.prompts, self.results, self.model_format = prompts, results, model_format
         self._sweep, self._options = sweep, options
-        self._start = (depths, tuple(exclude), tuple(policies), tuple(domains), max_new_tokens)
+        offered = self._fitting() if policies is None else tuple(policies)
+        self._start = (depths, tuple(exclude), offered, tuple(domains), max_new_tokens)
         self._modules, self._recommended = modules, recommended
         self._last_draw = 0.0
         super().__init__()
@@ -138,14 +144,23 @@ class SweepPanel(Panel):
             ),
         }
 
+    @cached_property
+    def _opened(self) -> Any:
+        return opened_checkpoint(self.checkpoint)
+
+    def _fitting(self) -> tuple[str, ...]:
+        try:
+            return tuple(fitting(parse_config(self._opened.config, names=self._opened.tensors), POLICIES))
+        except CheckpointError:
+            return POLICIES  # what is wrong with the path, or is no model of ours, the sweep says
+
     def _module_input(self) -> widgets.Widget:
         """What chooses an exclusion set of one's own: `value` holds names and globs."""
         if self._modules is None:
-            plan = opened_checkpoint(self.checkpoint).plan()
             recommended, why = self._recommended, "what the search found"
             if recommended is None:
-                recommended, why = _portable(self.checkpoint), "what engines build in BF16 whatever a list says"
-            return ModuleTree(plan, recommended, why, title="Also keep out")
+                recommended, why = _portable(self._opened), "what engines build in BF16 whatever a list says"
+            return ModuleTree(self._opened.plan(), recommended, why, title="Also keep out")
         return widgets.SelectMultiple(
             options=[(plain(glob), glob) for glob in self._modules],
             description="Also keep out",
@@ -204,7 +219,7 @@ class SweepPanel(Panel):
         if name != "mtp.*":
             return name
         try:
-            return list(opened_checkpoint(self.checkpoint).draft_globs) or [name]
+            return list(self._opened.draft_globs) or [name]
         except CheckpointError:
             return [name]  # what is wrong with the path, the sweep says
 
@@ -249,13 +264,12 @@ class SweepPanel(Panel):
         self._last_draw = time.monotonic()
 
 
-def _portable(checkpoint: Any) -> Callable[[], list[str]]:
+def _portable(opened: Any) -> Callable[[], list[str]]:
     """Modules that must stay BF16 for every engine to load what is written; looked for when it is asked for."""
 
     def names() -> list[str]:
         from mtplab.checkpoint.convert.foresee import never_fp8_anywhere
 
-        opened = opened_checkpoint(checkpoint)
         # of a quantised one that is what its own file holds in BF16, which stays so
         return [] if opened.quantization is not None else never_fp8_anywhere(opened)
 

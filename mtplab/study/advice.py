@@ -71,8 +71,8 @@ class Advice:
         where = f"{s.tp} × {s.gpu.name}" if s.tp > 1 else s.gpu.name
         first = (
             f"{s.sizes.name} with {s.weights.name} weights on {where}, KV cache {cache_words(s.cache)}, batch "
-            f"{self.batch}, context {self.context}: plain "
-            f"decoding takes {plain.cost.seconds * 1e3:.2f} ms a round, {plain.tokens_per_second:.0f} tokens/s; "
+            f"{self.batch}, context {self.context}: plain decoding takes "
+            f"{plain.cost.seconds * 1e3:.2f} ms a round, {plain.tokens_per_second:.0f} tokens/s; "
             f"{percent(plain.cost.parts[plain.cost.binds] / plain.cost.seconds)} of it is "
             f"{plain.cost.words(plain.cost.binds)}."
         )
@@ -80,8 +80,7 @@ class Advice:
             need = s.held_bytes(self.batch, self.context, 0) / 1e9
             first += (
                 f" It does not fit: each GPU would hold {need:.0f} GB and has {s.gpu.memory}; take more of them, a "
-                "smaller "
-                "batch or context, or smaller weights."
+                "smaller batch or context, or smaller weights."
             )
             return (first, self.basis)
         return (first, self._upshot(), self.basis)

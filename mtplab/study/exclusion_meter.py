@@ -44,6 +44,11 @@ class Change(NamedTuple):
         return cls(float(sum(sums) / sum(sizes)), jackknife(without_one(sums, sizes)))
 
     @property
+    def upper(self) -> float:
+        """Where its interval ends above; the value itself where there is none."""
+        return self.value + (self.error or 0.0)
+
+    @property
     def within_chance(self) -> bool:
         """Whether zero lies in the interval; without one nothing is shown. No change at all has an error of 0."""
         return self.error is None or abs(self.value) <= self.error

@@ -95,7 +95,7 @@ class ExclusionSearch:
         """Whether both budgets are kept by the whole interval."""
         if self.loss is None or self.recommended is None:
             return False
-        return _upper(self.loss) <= self.al_budget and _upper(self.recommended.mean_kl) <= self.kl_budget
+        return self.loss.upper <= self.al_budget and self.recommended.mean_kl.upper <= self.kl_budget
 
     def front(self, axis: str = "kl") -> list[Measured]:
         """Measured sets that no other beats in both bytes and `axis`, "kl" or "length", smallest first."""
@@ -296,7 +296,7 @@ class _Search:
         return after.length.value - before.length.value
 
     def _keeps_kl(self, point: Measured) -> bool:
-        return _upper(point.mean_kl) <= self.kl_budget
+        return point.mean_kl.upper <= self.kl_budget
 
     def _keeps(self, point: Measured) -> bool:
         loss = relative_loss(point, self.meter.bf16)
@@ -348,7 +348,3 @@ def _size(groups: _Groups) -> tuple[int, list[str]]:
 def _beyond(change: Change) -> float:
     """The change where it lies outside chance, else 0."""
     return 0.0 if change.within_chance else change.value
-
-
-def _upper(change: Change) -> float:
-    return change.value + (change.error or 0.0)

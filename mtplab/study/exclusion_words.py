@@ -43,9 +43,9 @@ def open_budgets(found: ExclusionSearch) -> list[str]:
         return []
     kl, loss = found.recommended.mean_kl, found.loss
     said = []
-    if kl.value + (kl.error or 0.0) > found.kl_budget:
+    if kl.upper > found.kl_budget:
         said.append("Whether KL keeps its budget cannot be told from these texts: more or longer ones would.")
-    if loss.value + (loss.error or 0.0) > found.al_budget:
+    if loss.upper > found.al_budget:
         told = _what_would_tell(found, loss)
         said.append(f"Whether the loss of acceptance keeps its budget cannot be told from {told}.")
     return said
@@ -56,7 +56,7 @@ def _what_would_tell(found: ExclusionSearch, loss: Change) -> str:
     text = f"{count} prompts" if count != 1 else "1 prompt"
     if not loss.error:
         return f"{text}, which show no interval"
-    text += f": from a budget of {_round_up(100 * (loss.value + loss.error)):g} % on they tell"
+    text += f": from a budget of {_round_up(100 * loss.upper):g} % on they tell"
     if not found.al_budget:
         return f"{text}, and no number of prompts shows a loss to be none"
     # the interval shrinks with the root of their number

@@ -20,7 +20,6 @@ from mtplab.checkpoint.text_table import printable
 from mtplab.decode.threads import model_threads, on_device, running_with
 from mtplab.errors import ConfigError
 from mtplab.models import Model
-from mtplab.models.spec import MixtureSpec
 from mtplab.models.variant import exchanged
 from mtplab.quant.headwise import HeadwiseLinear
 from mtplab.quant.linear import PackedLinear
@@ -215,10 +214,9 @@ class _Run:
         self.plain, self.quantised = plain, quantised
         self.modules, self.layers = _Sums(), _Sums()
         self.kl = self.slots = 0.0
-        pairs = {id(mine): its for mine, its in zip(_linears(plain), _linears(quantised), strict=True)}
+        pairs = {id(mine): its for mine, its in zip(_walked(plain), _walked(quantised), strict=True)}
         heads = zip(_own_heads(plain), _own_heads(quantised), strict=True)
         pairs |= {id(mine): its for mine, its in heads if mine is not None and its is not None}
-        stacks = iter([mlp.experts for mlp in _mixtures(quantised)])
         self.members: dict[str, list[str]] = {}  # of experts that are measured together, as the plan names them
 
         def both(packed: PackedLinear) -> PackedLinear:
@@ -228,7 +226,7 @@ class _Run:
             return kind(packed, pairs[id(packed)], self.modules)
 
         def both_experts(experts: Experts, spec: MixtureSpec) -> _BothExperts:
-            its = next(stacks)
+            its = pairs[id(experts)]
             name = spec.names.experts_of(experts.names[0])
             self.members[name] = its.names
             return _BothExperts(name, experts, its, self.modules)
@@ -313,20 +311,21 @@ def _check_alike(plain: Model, quantised: Model) -> None:
 
 
 def _own_heads(model: Model) -> list[PackedLinear | None]:
-    return [each.head for each in (model.draft.modules if model.draft is not None else ())]
+    return [] if model.draft is None else [each.head for each in model.draft.modules]
 
 
-def _linears(model: Model) -> list[PackedLinear]:
-    """Those that two files of one model both have, in one order: whether a head has an output matrix of its own is
-    each file's, for one that holds the target's has none."""
-    modules = model.draft.modules if model.draft is not None else ()
-    found = (linear for each in modules for linear in replace(each, head=None).linears())
-    return [*model.target.linears(), *found]
+def _walked(model: Model) -> list[Any]:
+    """Packed layers and experts that two files of one model both have, in one order: whether a head has an output
+    matrix of its own is each file's, for one that holds the target's has none."""
+    found = []
 
+    def note(each: Any, *_: Any) -> Any:
+        found.append(each)
+        return each
 
-def _mixtures(model: Model) -> list[Any]:
-    layers = [*model.target.layers, *(each.layer for each in (model.draft.modules if model.draft is not None else ()))]
-    return [layer.mlp for layer in layers if hasattr(layer.mlp, "experts")]
+    draft = model.draft and replace(model.draft, modules=[replace(each, head=None) for each in model.draft.modules])
+    exchanged(replace(model, draft=draft), note, note)
+    return found
 
 
 def _about(model: Model) -> list[str]:

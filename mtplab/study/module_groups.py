@@ -6,13 +6,12 @@ misread by some. Knows plans, names and bytes; nothing of models or measurements
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
-from mtplab.checkpoint.names import nearest, normalised
+from mtplab.checkpoint.names import experts_together, in_layer, nearest, normalised
 from mtplab.errors import CheckpointError, ConfigError
 
 __all__ = ["GROUPINGS", "ModuleGroup", "module_groups", "never_fp8"]
@@ -25,8 +24,6 @@ _FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("in_proj_qk
 # what engines build in BF16 whatever a list says, by the end of its name: vocabulary heads, routers and gates
 _NEVER = ("lm_head", "shared_head.head", "shared_head.output", "mlp.gate", "moe.gate", "shared_expert_gate")
 _FAMILY = {name: family for family in _FUSED for name in family}
-_EXPERT = re.compile(r"\bexperts\.[0-9]+\b")
-_LAYER = re.compile(r"(.*?(?:\b|_)layers\.)([0-9]+)\.")
 
 
 @dataclass(frozen=True)
@@ -123,24 +120,24 @@ def _named(modules: list[str], grouping: str | Sequence[str]) -> list[tuple[str,
 
 
 def _fused(module: str) -> str:
-    expert = _EXPERT.search(module)
-    if expert:
-        return f"{module[: expert.start()]}experts.*"
+    before, experts, _ = experts_together(module).partition("experts.*")
+    if experts:
+        return before + experts
     at, _, last = module.rpartition(".")
     return f"{at}.{'+'.join(_FAMILY[last])}" if last in _FAMILY else module
 
 
 def _kind(module: str) -> str:
-    found = _LAYER.match(module)
-    return _EXPERT.sub("experts.*", f"{found[1]}*.{module[found.end() :]}") if found else module
+    found = in_layer(module)
+    return experts_together(f"{found.root}*.{found.rest}") if found else module
 
 
 def _of_layers(name: str, modules: Sequence[str]) -> str:
     """The name of a kind with the numbers of its layers in place of the star; of what is no kind, as it is."""
-    numbers = dict.fromkeys(found[2] for found in map(_LAYER.match, modules) if found)
+    numbers = dict.fromkeys(found.number for found in map(in_layer, modules) if found)
     return name.replace("layers.*.", f"layers.{'+'.join(numbers)}.", 1)
 
 
 def _layer(module: str) -> str:
-    found = _LAYER.match(module)
-    return f"{found[0]}*" if found else module
+    found = in_layer(module)
+    return f"{found.root}{found.number}.*" if found else module

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 
-__all__ = ["NATS", "percent", "plus_minus", "rounded"]
+__all__ = ["NATS", "fixed", "percent", "plus_minus", "rounded"]
 
 NATS = "nats per token"
 _FINE = 9  # digits behind the point; smaller numbers get an exponent
@@ -19,9 +19,9 @@ def rounded(value: float, error: float | None = None, sign: bool = False) -> tup
     if not math.isfinite(value):
         return str(value), None
     if not error or not math.isfinite(error):
-        return (_at(value, _place(value, 3), sign) if value else "0"), None
+        return (fixed(value, _place(value, 3), sign) if value else "0"), None
     place = _place(error, 2)
-    return _at(value, place, sign), _at(error, place)
+    return fixed(value, place, sign), fixed(error, place)
 
 
 def plus_minus(value: float, error: float | None = None, sign: bool = False) -> str:
@@ -32,7 +32,17 @@ def plus_minus(value: float, error: float | None = None, sign: bool = False) -> 
 
 def percent(share: float, digits: int = 0, sign: bool = False) -> str:
     """`41 %`, or with `sign` `−14 %`."""
-    return f"{_at(100 * share, digits, sign)} %"
+    return f"{fixed(100 * share, digits, sign)} %"
+
+
+def fixed(value: float, place: int, sign: bool = False) -> str:
+    """To a place behind the point, `0.90`; `sign` puts a + before a gain."""
+    plus = "+" if sign else ""
+    if place > _FINE:
+        return f"{value:{plus}.1e}".replace("-", "−")
+    text = f"{round(value, place):{plus},.{max(0, place)}f}"
+    # what is rounded to nothing has no sign
+    return text.lstrip("+-") if not any(digit in text for digit in "123456789") else text.replace("-", "−")
 
 
 def _place(value: float, digits: int) -> int:
@@ -42,12 +52,3 @@ def _place(value: float, digits: int) -> int:
     if round(abs(value), digits - 1 - size) >= 10 ** (size + 1):
         size += 1
     return digits - 1 - size
-
-
-def _at(value: float, place: int, sign: bool = False) -> str:
-    plus = "+" if sign else ""
-    if place > _FINE:
-        return f"{value:{plus}.1e}".replace("-", "−")
-    text = f"{round(value, place):{plus},.{max(0, place)}f}"
-    # what is rounded to nothing has no sign
-    return text.lstrip("+-") if not any(digit in text for digit in "123456789") else text.replace("-", "−")

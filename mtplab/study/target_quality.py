@@ -32,7 +32,7 @@ from mtplab.study.store import PointStore, write_atomically
 if TYPE_CHECKING:
     from mtplab.study.worker import Unit, Variant
 
-__all__ = ["KEPT_BYTES", "QualityMeter", "QualityTask", "TargetQuality"]
+__all__ = ["QualityMeter", "QualityTask", "TargetQuality"]
 
 Owned = Callable[[str], contextlib.AbstractContextManager[bool]]
 

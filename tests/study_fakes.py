@@ -26,6 +26,10 @@ class FakeCheckpoint:
     plans: list = field(default_factory=list)
     config: dict = field(default_factory=lambda: {"model_type": "fake"})
 
+    @property
+    def files(self):
+        return SimpleNamespace(folder=self.path)
+
     def plan(self, exclude=None, draft_exclude=None, model_format=None):
         self.plans.append((exclude, draft_exclude, model_format))
         modules = []

@@ -21,6 +21,7 @@ from mtplab import CheckpointError, load_model, memory, open_checkpoint
 from mtplab.checkpoint.audit.expected import expected_modules
 from mtplab.models.config import parse_config
 from mtplab.models.families import registered
+from mtplab.models.spec import MixtureSpec
 from tests.family_checkpoints import STEP_TEXT, write_step3p7
 from tests.family_mutations import WRITERS, run, write_all
 
@@ -60,16 +61,15 @@ def test_numbers_of_layers_with_experts_that_are_none(given):
 @pytest.mark.parametrize("given", ["2,3,4", " 2, 3 ,4 ", [2, 3, 4], ["2", "3", " 4"][:2] + [4]])
 def test_numbers_of_layers_with_experts_however_they_are_written(given):
     found = read({"moe_layers_enum": given})
-    assert (
-        len(found.mixtures) == 3 and [hasattr(each.feed, "top_k") for each in found.layers] == [False] * 2 + [True] * 3
-    )
+    feeds = [each.feed for each in (*found.layers, *found.draft_layers)]
+    assert [isinstance(feed, MixtureSpec) for feed in feeds] == [False] * 2 + [True] * 3 + [False] * (len(feeds) - 5)
 
 
 def test_the_audit_reads_those_numbers_as_the_model_does(tmp_path):
     folder = write_step3p7(tmp_path, text_only=True, moe_layers_enum="2,3,4")
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"moe_layers_enum": "2, 3, 4"}))
-    assert load_model(folder).config.mixtures
+    assert any(isinstance(each.feed, MixtureSpec) for each in load_model(folder).config.layers)
     assert "absent" not in {finding.kind for finding in open_checkpoint(folder).audit().findings}
 
 

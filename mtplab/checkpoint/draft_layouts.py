@@ -25,6 +25,7 @@ __all__ = [
     "Layout",
 ]
 
+
 @dataclass(frozen=True)
 class HeadNames:
     """Modules of one of a head's layers, by their names on disk."""
@@ -72,6 +73,7 @@ class Layout:
 
     def names(self, i: int, layers: int, root: str = "model.") -> HeadNames:
         """Of head layer i on disk, where the target has so many decoder layers and its names begin with `root`."""
+
         def filled(name: str) -> str:
             name = name.format(i=i, n=layers + i)
             return root + name.removeprefix("model.") if name and self.behind else name
@@ -138,10 +140,6 @@ BEHIND_COUNT = next(layout.count_key for layout in LAYOUTS if layout.behind)
 # what the names of heads begin with that are not numbered among the target's layers
 ROOTS = tuple(dict.fromkeys(layout.root for layout in LAYOUTS if not layout.behind))
 # last names of the matrices that join embedding and hidden state: all that a head drafts passes through them
-FUSIONS = frozenset(
-    name.rpartition(".")[2] for layout in LAYOUTS for name in layout.joins
-)
+FUSIONS = frozenset(name.rpartition(".")[2] for layout in LAYOUTS for name in layout.joins)
 # norms that a head's layer has beside its block's
-FUSION_NORMS = frozenset(
-    name.rpartition("}.")[2] for layout in LAYOUTS for name in layout.norms if "}." in name
-)
+FUSION_NORMS = frozenset(name.rpartition("}.")[2] for layout in LAYOUTS for name in layout.norms if "}." in name)

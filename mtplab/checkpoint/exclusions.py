@@ -73,7 +73,6 @@ class ListedModules:
         self._depths = sorted({key.count(".") + 1 for key in self._literal} & _DEPTHS)
         self._bounded = BoundedPatterns(self._patterns, where, to_module_end=to_end)
         self.matched: set[str] = set()
-        self._asked: dict[str, str | None] = {}
 
     def entry_for(self, module: str) -> str | None:
         """The entry that covers the module, or None.
@@ -83,11 +82,6 @@ class ListedModules:
         """
         if not self._literal and not self._patterns:
             return None
-        if module not in self._asked:  # a plan asks twice of every module
-            self._asked[module] = self._entry_for(module)
-        return self._asked[module]
-
-    def _entry_for(self, module: str) -> str | None:
         name = normalised(module)
         entry = self._literal.get(name)
         if entry is None and self._literal:

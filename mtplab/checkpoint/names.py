@@ -41,7 +41,6 @@ _WRAPPED = tuple(root for root, _ in _ROOTS)
 _PARAMETERS = ("weight", "bias")
 # vision and audio towers and what joins them to the text model
 _SENSES = re.compile(r"(?:^|\.)(?:visual|vision_\w+|audio_\w+|image_\w+|\w*projector)(?:\.|$)")
-_SENSE_WORDS = ("vis", "audio_", "image_", "projector")
 _LAYER = re.compile(r"(model|mtp)\.layers\.([0-9]{1,9})\.")
 # in whatever stack of layers: a head may name its own `mtp_layers`
 _IN_LAYER = re.compile(r"(?:\b|_)layers\.([0-9]+)\.")
@@ -148,8 +147,7 @@ def experts_together(module: str) -> str:
 
 def of_other_senses(name: str) -> bool:
     """Whether a module or tensor belongs to what a multimodal model sees or hears with, not to its text model."""
-    # asked of every name of a large checkpoint, often: few hold a word of these
-    return any(word in name for word in _SENSE_WORDS) and _SENSES.search(name) is not None
+    return _SENSES.search(name) is not None
 
 
 def part_of(module: str, drafts: tuple[str, ...]) -> str:

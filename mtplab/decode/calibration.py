@@ -50,10 +50,11 @@ def bound(
     if not any(side.scales for side in policy.sides):
         return policy
     # a row that is key and value at once has one scale, K's
-    second = 0 if model.config.one_row else 1
-    sides = [_of_side(model, policy, part, which, calibration, hidden) for which in (0, second)]
+    sides = [
+        _of_side(model, policy, part, which, calibration, hidden) for which in range(1 if model.config.one_row else 2)
+    ]
     layers = {layer for side in sides for layer in side}
-    return policy.with_scales({layer: (sides[0].get(layer), sides[1].get(layer)) for layer in layers})
+    return policy.with_scales({layer: (sides[0].get(layer), sides[-1].get(layer)) for layer in layers})
 
 
 def _of_side(model, policy: QuantPolicy, part: str, which: int, texts, hidden: Stages) -> dict[int, Tensor]:

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 
 from mtplab.checkpoint import Checkpoint
 from mtplab.errors import CheckpointError, ConfigError
-from mtplab.models.config import ROOTS
+from mtplab.models.config import ROOTS, roots_of
 from mtplab.models.families import family_of
 from mtplab.models.spec import ModelConfig
 from mtplab.quant.policy import QuantPolicy, resolve_policy
@@ -114,4 +114,4 @@ def _attention_layers(
 
 
 def _root(checkpoint: Checkpoint) -> str:
-    return next((r for r in ROOTS if f"{r}embed_tokens.weight" in checkpoint.tensors), ROOTS[0])
+    return next(iter(roots_of(checkpoint.tensors)), ROOTS[0])

@@ -1,20 +1,42 @@
-"""A model's config.json, read by its family into a `ModelConfig`. Knows nothing of tensors or files."""
+"""A model's config.json, read by its family into a `ModelConfig`, and what names on disk begin with.
+
+Knows nothing of tensors but their names."""
 
 from __future__ import annotations
 
 from collections.abc import Collection
 from typing import Any
 
+from mtplab.checkpoint import Checkpoint
+from mtplab.checkpoint.config_json import CONFIG_FILE
 from mtplab.models.families import family_of
 from mtplab.models.fields import Fields
 from mtplab.models.spec import ModelConfig
 
-__all__ = ["HEADS", "ROOTS", "ModelConfig", "parse_config"]
+__all__ = ["ROOTS", "ModelConfig", "config_of", "parse_config", "roots_of", "vocabulary_head"]
 
 # what names on disk begin with: the text model's own, and inside a multimodal wrapper
 ROOTS = ("model.", "model.language_model.", "language_model.model.")
 # likewise the vocabulary head, which some wrappers hold under the whole text model's root
-HEADS = ("language_model.lm_head", "lm_head")
+_HEADS = ("language_model.lm_head", "lm_head")
+
+
+def roots_of(names: Collection[str]) -> list[str]:
+    """Those of `ROOTS` under which there is an embedding among these tensors: one in a text model or its wrapper."""
+    return [root for root in ROOTS if f"{root}embed_tokens.weight" in names]
+
+
+def vocabulary_head(names: Collection[str]) -> str | None:
+    """The vocabulary head's module among these tensors, None where it has none of its own."""
+    return next((head for head in _HEADS if f"{head}.weight" in names), None)
+
+
+def config_of(
+    checkpoint: Checkpoint, eos_override: Any = None, eos_file: object = "generation_config.json"
+) -> ModelConfig:
+    """`parse_config` of an opened checkpoint, whose file messages name."""
+    file = checkpoint.files.folder / CONFIG_FILE
+    return parse_config(checkpoint.config, eos_override, eos_file, file, checkpoint.tensors)
 
 
 def parse_config(

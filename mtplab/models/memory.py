@@ -21,7 +21,7 @@ from mtplab.config import DTYPES, MAX_DEPTH, EngineConfig, SpecConfig
 from mtplab.errors import CheckpointError, ConfigError
 from mtplab.models.asked import check_exclusions, load_settings, plan_arguments
 from mtplab.models.cache_fit import check_cache
-from mtplab.models.config import HEADS, parse_config
+from mtplab.models.config import config_of, vocabulary_head
 from mtplab.models.held import DTYPE_BYTES, Held, held_weights, largest_product
 from mtplab.models.machine import available_memory
 from mtplab.models.spec import CacheRows, ModelConfig
@@ -212,9 +212,7 @@ def memory(
     plan = checkpoint.plan(**plan_arguments(engine, spec))
     config, why = None, ""
     try:
-        file = checkpoint.files.folder / "config.json"
-        config = parse_config(checkpoint.config, file=file, names=checkpoint.tensors)
-        config = config.slice(engine.layers)
+        config = config_of(checkpoint).slice(engine.layers)
     except CheckpointError as error:
         why = f"not run: {error}"
     weights = weights_in_memory(checkpoint, plan, engine, config)
@@ -233,8 +231,7 @@ def weights_in_memory(checkpoint: Checkpoint, plan: Plan, engine: EngineConfig, 
         kept = {layer.number for layer in config.layers}
         plan = replace(plan, modules=tuple(m for m in plan.modules if _in_slice(m, kept)))
     tied = None
-    own = any(f"{head}.weight" in checkpoint.tensors for head in HEADS)
-    if config is not None and config.tied_embeddings and not own:
+    if config is not None and config.tied_embeddings and vocabulary_head(checkpoint.tensors) is None:
         tied = config.vocab_size, config.hidden_size
     packs = cpu and dtype == "float32"
     # a matrix is whole in float32 as it is packed; on a GPU codes are joined; otherwise it is made where it stays

@@ -21,7 +21,7 @@ from mtplab.models.asked import as_served, check_exclusions, load_settings, plan
 from mtplab.models.build import Target, build_head, build_target
 from mtplab.models.cache import DeltaState, KVCache
 from mtplab.models.cache_fit import check_policy
-from mtplab.models.config import parse_config
+from mtplab.models.config import config_of
 from mtplab.models.families import family_of
 from mtplab.models.head import Head
 from mtplab.models.machine import give_back, shortage_said
@@ -229,9 +229,7 @@ def load_configured(
     checkpoint = path if isinstance(path, Checkpoint) else open_checkpoint(path)
     check_exclusions(checkpoint, engine, spec)
     plan = checkpoint.plan(**plan_arguments(engine, spec))
-    file = checkpoint.files.folder / "config.json"
-    config = parse_config(checkpoint.config, *_eos_override(checkpoint), file, checkpoint.tensors)
-    config = config.slice(engine.layers)
+    config = config_of(checkpoint, *_eos_override(checkpoint)).slice(engine.layers)
     where, stored = _device(engine.device), _dtype(config.dtype)
     compute = _dtype(engine.dtype) if engine.dtype else (torch.float32 if where.type == "cpu" else stored)
     if check_memory:

@@ -19,7 +19,7 @@ from mtplab.checkpoint.experts import single_experts
 from mtplab.checkpoint.names import module_of
 from mtplab.checkpoint.values import plain_bands
 from mtplab.errors import CheckpointError
-from mtplab.models.config import HEADS, ROOTS
+from mtplab.models.config import ROOTS, roots_of, vocabulary_head
 from mtplab.models.spec import MixtureSpec
 from mtplab.quant.block import BLOCK, ScaledTensor, Unread, quantize_block
 from mtplab.quant.experts import Experts, make_experts
@@ -39,7 +39,7 @@ class Parameters:
     ):
         self.checkpoint, self.plan, self.dtype, self.device = checkpoint, plan, dtype, device
         self.activation_rounding = activation_rounding
-        found = [r for r in ROOTS if f"{r}embed_tokens.weight" in checkpoint.tensors]
+        found = roots_of(checkpoint.tensors)
         if len(found) != 1:
             raise CheckpointError(
                 f"{checkpoint.path}: found {len(found) or 'none'} of "
@@ -47,7 +47,7 @@ class Parameters:
                 "the text model"
             )
         self.root = found[0]
-        self.lm_head = next((head for head in HEADS if f"{head}.weight" in checkpoint.tensors), "lm_head")
+        self.lm_head = vocabulary_head(checkpoint.tensors) or "lm_head"
 
     def has(self, name: str) -> bool:
         """Whether the checkpoint has a tensor of this name."""

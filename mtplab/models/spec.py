@@ -311,12 +311,6 @@ class ModelConfig:
         return [layer.mixer for layer in self.layers if isinstance(layer.mixer, DeltaSpec)]
 
     @property
-    def mixtures(self) -> list[MixtureSpec]:
-        """Every layer's that is a mixture of experts, the head's last."""
-        feeds = (layer.feed for layer in (*self.layers, *self.draft_layers))
-        return [feed for feed in feeds if isinstance(feed, MixtureSpec)]
-
-    @property
     def sliced(self) -> bool:
         """Whether some of the target's layers are left out."""
         return len(self.layers) < self.num_layers

@@ -10,7 +10,7 @@ from typing import Any
 
 from mtplab.checkpoint import Checkpoint
 from mtplab.errors import CheckpointError
-from mtplab.models.config import ModelConfig, parse_config
+from mtplab.models.config import ModelConfig, config_of
 from mtplab.models.families import family_of
 from mtplab.study.model_sizes import Attention, DeltaRule, Experts, Format, ModelSizes, Weights
 
@@ -89,7 +89,7 @@ def _as_run(checkpoint: Checkpoint) -> ModelConfig | None:
     """What a checkpoint is read as where its family is run, None for another, of which config.json's keys alone are
     known. Raises CheckpointError for layers that have no place in `ModelSizes`."""
     try:
-        config = parse_config(checkpoint.config, names=checkpoint.tensors)
+        config = config_of(checkpoint)
     except CheckpointError:
         return None
     if len(config.geometries) > 1 or any(geometry.window for geometry in config.geometries):

@@ -16,7 +16,7 @@ from mtplab.config import MAX_DEPTH, EngineConfig, SamplingConfig, SpecConfig
 from mtplab.errors import CheckpointError, ConfigError, not_text, printable
 from mtplab.models.asked import as_served
 from mtplab.models.cache_fit import check_cache
-from mtplab.models.config import parse_config
+from mtplab.models.config import config_of
 from mtplab.quant.policy import resolve_policy
 from mtplab.study.identity import checkpoint_folder, checkpoint_identity
 from mtplab.study.point import DRAFT_SETTINGS, PointConfig, excluded_modules, plan_digest
@@ -311,7 +311,7 @@ def _following(policy: str) -> str:
 def check_caches(checkpoint: Any, policies: list[str], draft_policies: list[str] | None, drafts: bool) -> None:
     """Refuse policies that no run of this model could have, before anything runs. Raises ConfigError."""
     try:
-        config = parse_config(checkpoint.config, names=checkpoint.tensors)
+        config = config_of(checkpoint)
     except CheckpointError:
         return  # what is no model of ours says so when it is loaded
     for policy in policies:

@@ -17,7 +17,7 @@ from mtplab.checkpoint.audit.subject import Subject
 from mtplab.checkpoint.lenses import Look, View, lenses, recommended_exclusions, views_of
 from mtplab.checkpoint.lenses.fused import GROUPS
 from mtplab.checkpoint.lenses.judge import judge
-from mtplab.checkpoint.lenses.names import Shaped, shape_of, shaped
+from mtplab.checkpoint.lenses.names import Shaped, shaped
 from mtplab.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Remedies", "anew", "quantize_command", "without_fp8"]
 
-_FEW = 1000  # modules whose shapes are worked out sooner than their names are looked for
 _LAYOUTS = ("hf", "compressed-tensors", "modelopt")
 _FEW = 8  # names that a command may hold
 
@@ -104,6 +103,11 @@ class Remedies:
     @cached_property
     def _shaped(self) -> list[Shaped]:
         return shaped(self._views)
+
+    @cached_property
+    def _places(self) -> dict[str, int]:
+        """Linear module → where its shape stands in `_shaped`."""
+        return {view.name: place for place, group in enumerate(self._shaped) for view, _ in group.members}
 
     @cached_property
     def _recommended(self) -> list[str]:
@@ -232,11 +236,8 @@ class Remedies:
     def _cured(self, look: Look, modules: tuple[str, ...], shapes: list[Shaped], content: dict[str, Any]) -> bool:
         """Whether the engine, asked anew, builds all of `modules` as they are stored."""
         method = str(content.get("quant_method", self._subject.method))
-        wanted, alike = set(modules), shapes
-        if len(modules) < _FEW:  # by shape first: a checkpoint has tens of thousands of names and few shapes
-            kinds = set(map(shape_of, modules))
-            alike = [group for group in shapes if group.shape in kinds]
-        asked = [group for group in alike if any(view.name in wanted for view, _ in group.members)]
+        # names are the same whatever is said of them, and so are their shapes' places
+        asked = [shapes[place] for place in sorted({self._places[name] for name in modules if name in self._places})]
         made = judge(self._engines[look.engine], asked, method, content, self._subject.config)
         still = {name for found in made.disagreements for name in found.modules}
         return made.status == "judged" and still.isdisjoint(modules)

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from mtplab.checkpoint.lenses.base import View
 from mtplab.checkpoint.lenses.matching import Unit
 
-__all__ = ["Asked", "Shaped", "shape_of", "shaped", "units_of"]
+__all__ = ["Asked", "Shaped", "shaped", "units_of"]
 
 _NUMBER = re.compile(r"(?:(?<=\.)|(?<=^))([0-9]{1,9})(?=\.|$)")
 _ROUTED = re.compile(r"(?:^|\.)experts(?=\.\{[0-9]+\}\.)")
@@ -54,18 +54,10 @@ def shaped(views: Iterable[View]) -> list[Shaped]:
             found.setdefault((view.part, *pieces[::2]), []).append((view, tuple(pieces[1::2])))
     made = []
     for (part, *pieces), members in found.items():
-        made.append(Shaped(_shape(pieces), part, members))
+        escaped = [piece.replace("{", "{{").replace("}", "}}") for piece in pieces]
+        shape = escaped[0] + "".join(f"{{{i}}}{piece}" for i, piece in enumerate(escaped[1:]))
+        made.append(Shaped(shape, part, members))
     return made
-
-
-def shape_of(name: str) -> str:
-    """A module's shape, as `Shaped` has it."""
-    return _shape(_NUMBER.split(name)[::2])
-
-
-def _shape(pieces: Sequence[str]) -> str:
-    escaped = [piece.replace("{", "{{").replace("}", "}}") for piece in pieces]
-    return escaped[0] + "".join(f"{{{i}}}{piece}" for i, piece in enumerate(escaped[1:]))
 
 
 def units_of(shape: str, renames: Sequence[tuple[str, str]], fused: Mapping[str, tuple[str, ...]]) -> Asked:

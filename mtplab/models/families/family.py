@@ -5,7 +5,7 @@ Knows nothing of sizes: those are each family's file's to read.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
@@ -18,7 +18,7 @@ from mtplab.errors import CheckpointError
 from mtplab.models.fields import Fields
 from mtplab.models.spec import LayerSpec
 
-__all__ = ["Family", "Sizes", "as_markdown", "family_of", "model_types", "registered"]
+__all__ = ["Family", "Sizes", "as_markdown", "family_of", "registered"]
 
 
 @dataclass(frozen=True)
@@ -55,11 +55,6 @@ def registered() -> tuple[Family, ...]:
     package = import_module("mtplab.models.families")
     modules = (import_module(f"{package.__name__}.{found.name}") for found in iter_modules(package.__path__))
     return tuple(sorted((m.FAMILY for m in modules if hasattr(m, "FAMILY")), key=lambda family: family.name))
-
-
-def model_types() -> Iterator[str]:
-    """Every model_type that is run."""
-    return (name for family in registered() for name in family.model_types)
 
 
 def family_of(config: dict[str, Any], file: object = "config.json") -> tuple[Family, str]:

@@ -12,13 +12,13 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, MaxNLocator, NullLocator
 
-from mtplab.checkpoint.text_table import scrolling
 from mtplab.report.figures import WIDTH, new_figure, style_axes, style_cells
 from mtplab.report.palette import GRID, INK, MARKERS, PAPER, policy_colours
 from mtplab.report.picture import Picture
-from mtplab.report.text import escape, plain, plot_label
+from mtplab.report.text import plain, plot_label
 from mtplab.study.cache_study import CacheLine, CacheStudy, context_edges
-from mtplab.study.numbers import NATS, fixed, plus_minus, rounded
+from mtplab.study.number_table import number_table, with_error
+from mtplab.study.numbers import NATS, rounded
 from mtplab.study.words import DEPTH, cache_words, signed
 
 __all__ = ["MEASURES", "cache_bytes_and_cost", "cache_by_context", "cache_pictures", "cache_table", "draft_cache_grid"]
@@ -151,32 +151,25 @@ def draft_cache_grid(study: CacheStudy, depth: int) -> Picture:
 
 def cache_table(study: CacheStudy, depth: int) -> str:
     """HTML: a line for each target policy with a draft that follows it."""
-    names = ["KV cache", "bytes a token", "draft's", "tokens a round", "change", f"KL ({NATS})", "same likeliest",
-             "perplexity"]  # fmt: skip
+    head = ("KV cache", ("bytes", "a token"), "draft's", ("tokens", "a round"), "change", ("KL", NATS),
+            ("same", "likeliest"), "perplexity")  # fmt: skip
     rows = []
     for line in study.alike:
         change, quality = study.change(line, depth), line.quality
-        cells = [
-            escape(cache_words(line.policy, line.draft_policy)),
-            f"{line.nbytes:,}",
-            f"{line.draft_nbytes:,}",
-            _with_half(line.acceptance.length(depth), line.acceptance.half_interval(depth)),
-            "–" if change is None or line.policy == "none" else _with_half(*change, sign=True),
-            "0" if not quality.mean_kl else plus_minus(quality.mean_kl, quality.kl_interval()),
-            f"{100 * (quality.top1_agreement or 0):.2f} %",
-            f"{quality.perplexity:.3f}",
-        ]
-        style = "text-align:right;white-space:nowrap"
-        rest = "".join(f'<td style="{style}">{cell}</td>' for cell in cells[1:])
-        rows.append(f"<tr><td>{cells[0]}</td>{rest}</tr>")
-    # titles may take two lines, so that the table fits a page
-    sides = ["left", *["right"] * (len(names) - 1)]
-    head = "".join(
-        f'<th scope="col" style="text-align:{side};white-space:normal">{name}</th>'
-        for side, name in zip(sides, names, strict=True)
-    )
-    table = f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
-    return scrolling(table, "Cache policies")
+        kl, error = rounded(quality.mean_kl or 0.0, quality.kl_interval())
+        rows.append(
+            (
+                cache_words(line.policy, line.draft_policy),
+                f"{line.nbytes:,}",
+                f"{line.draft_nbytes:,}",
+                with_error(line.acceptance.length(depth), line.acceptance.half_interval(depth)),
+                "–" if change is None or line.policy == "none" else with_error(*change, sign=True),
+                (kl, f"±{error}") if quality.mean_kl and error else kl,
+                f"{100 * (quality.top1_agreement or 0):.2f} %",
+                f"{quality.perplexity:.3f}",
+            )
+        )
+    return number_table(head, rows, "Cache policies", left=1)
 
 
 def _contexts(
@@ -267,9 +260,3 @@ def _middle(record: dict[str, Any]) -> float:
     """Where a range stands on an axis of doublings."""
     low, high = record["from"], record["to"]
     return (low * high) ** 0.5 if low else high / 2**0.5
-
-
-def _with_half(value: float | None, half: float | None, sign: bool = False) -> str:
-    if value is None:
-        return "–"
-    return fixed(value, 2, sign) + ("" if half is None else f" ± {fixed(half, 2)}")

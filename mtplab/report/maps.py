@@ -22,6 +22,7 @@ from mtplab.report.figures import new_figure, style_axes
 from mtplab.report.palette import DTYPE_COLOURS, DTYPE_INK, INK, PAPER
 from mtplab.report.picture import Picture
 from mtplab.report.text import human_bytes, part_words, plot_label
+from mtplab.study.words import ranges
 
 __all__ = ["bytes_by_part", "checkpoint_map", "map_key"]
 
@@ -78,13 +79,7 @@ def _together(rows: list[Row]) -> str:
     """`layers 0–2, 4–6, 8 … (48)`."""
     if len(rows) == 1:
         return rows[0][2]
-    runs: list[list[int]] = []
-    for _, layer, _ in rows:
-        if runs and layer == runs[-1][-1] + 1:
-            runs[-1].append(layer)
-        else:
-            runs.append([layer])
-    texts = [f"{run[0]}–{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs]
+    texts = ranges((layer for _, layer, _ in rows), "–")
     more = " …" if len(texts) > 3 else ""
     return f"{'draft ' if rows[0][0] == 1 else ''}layers {', '.join(texts[:3])}{more} ({len(rows)})"
 

@@ -10,7 +10,7 @@ from typing import Any
 from mtplab.report.rows import as_records, group_series
 from mtplab.report.table import html_table
 from mtplab.report.text import escape
-from mtplab.study.number_table import Cell
+from mtplab.study.number_table import Cell, with_error
 from mtplab.study.soundness import COLUMNS, quality_notes, quality_numbers
 
 __all__ = ["acceptance_table"]
@@ -48,7 +48,4 @@ def acceptance_table(rows: Any, caption: str = "Acceptance length (tokens per ro
 
 
 def _length(record: Any) -> Cell:
-    if record is None:
-        return "–"
-    error, length = record["length_error"], f"{record['acceptance_length']:.2f}"
-    return (length, f"±{error:.2f}") if error else length
+    return "–" if record is None else with_error(record["acceptance_length"], record["length_error"])

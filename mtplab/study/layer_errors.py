@@ -26,6 +26,7 @@ from mtplab.quant.linear import PackedLinear
 from mtplab.quant.policy import resolve_policy
 from mtplab.study.number_table import number_lines, number_table
 from mtplab.study.text_batches import TextBatch, check_texts, text_batches
+from mtplab.study.words import ranges
 
 if TYPE_CHECKING:
     from mtplab.models.spec import MixtureSpec
@@ -335,7 +336,7 @@ def _about(model: Model) -> list[str]:
     if not c.sliced:
         return said
     numbers = [layer.number for layer in c.layers]
-    said += [f"A slice: {len(numbers)} of the target's {c.num_layers} layers ({_ranges(numbers)})."]
+    said += [f"A slice: {len(numbers)} of the target's {c.num_layers} layers ({', '.join(ranges(numbers))})."]
     if numbers[0]:
         said.append(
             f"Layer {numbers[0]} reads embeddings in place of what layer {numbers[0] - 1} gives: its inputs are not "
@@ -348,14 +349,3 @@ def _about(model: Model) -> list[str]:
         said.append(f"The head reads hidden states after layer {last}, not those after layer {c.num_layers - 1}.")
     said.append("No acceptance and no output can be measured on a slice.")
     return said
-
-
-def _ranges(numbers: Sequence[int]) -> str:
-    """0-3, 7."""
-    found: list[list[int]] = []
-    for each in numbers:
-        if found and each == found[-1][-1] + 1:
-            found[-1].append(each)
-        else:
-            found.append([each])
-    return ", ".join(f"{each[0]}-{each[-1]}" if len(each) > 1 else str(each[0]) for each in found)

@@ -10,11 +10,20 @@ from collections.abc import Iterable, Sequence
 from html import escape
 
 from mtplab.checkpoint.text_table import in_columns, scrolling
+from mtplab.study.numbers import fixed
 
-__all__ = ["Cell", "number_lines", "number_table", "on_one_line"]
+__all__ = ["Cell", "number_lines", "number_table", "on_one_line", "with_error"]
 
 # text, or a number and what stands below it: nine numbers side by side fit a page, and with their intervals do not
 Cell = str | tuple[str, str]
+
+
+def with_error(value: float | None, error: float | None, sign: bool = False) -> Cell:
+    """To two places, with its ± below where there is one; a dash for no value."""
+    if value is None:
+        return "–"
+    number = fixed(value, 2, sign)
+    return (number, f"±{fixed(error, 2)}") if error else number
 
 
 def on_one_line(cell: Cell) -> str:

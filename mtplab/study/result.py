@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from mtplab.errors import ConfigError
 from mtplab.study.frame import frame
 from mtplab.study.interval import length_error
-from mtplab.study.number_table import Cell, number_lines, number_table
+from mtplab.study.number_table import Cell, number_lines, number_table, with_error
 from mtplab.study.row import ResultRow
 from mtplab.study.soundness import COLUMNS, quality_notes, quality_numbers
 from mtplab.study.words import cache_words, follows, prompts_words, weights_words
@@ -222,8 +222,7 @@ def _cell(row: ResultRow | None, domain: str | None = None) -> Cell:
     if row.error is not None:
         return "failed"
     found = row if domain is None else row.by_domain.get(domain)
-    if found is None or found.acceptance_length is None:
+    if found is None:
         return "–"
-    length, error = f"{found.acceptance_length:.2f}", length_error(row, domain)
-    # plain decoding gives one token a round, whatever the prompts
-    return (length, f"±{error:.2f}") if error else length
+    # plain decoding gives one token a round, whatever the prompts: it has no error
+    return with_error(found.acceptance_length, length_error(row, domain))

@@ -8,11 +8,12 @@ that nothing quantises. Knows nothing of tables or figures.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from typing import Any
 
 from mtplab.study.fields import field_of
 
-__all__ = ["DEPTH", "LENGTH", "cache_words", "follows", "prompts_words", "signed", "weights_words"]
+__all__ = ["DEPTH", "LENGTH", "cache_words", "follows", "prompts_words", "ranges", "signed", "weights_words"]
 
 #: what an axis calls them
 DEPTH = "Draft depth k (draft tokens per round)"
@@ -51,6 +52,17 @@ def prompts_words(row: Any) -> str:
     """How much a row ran: `73 prompts × 64 tokens`."""
     count = field_of(row, "n_prompts")
     return f"{count} prompt{'s' * (count != 1)} × {field_of(row, 'max_new_tokens')} tokens"
+
+
+def ranges(numbers: Iterable[int], dash: str = "-") -> list[str]:
+    """Rising numbers, those that follow each other together: `0-3`, `7`."""
+    found: list[list[int]] = []
+    for each in numbers:
+        if found and each == found[-1][-1] + 1:
+            found[-1].append(each)
+        else:
+            found.append([each])
+    return [f"{each[0]}{dash}{each[-1]}" if len(each) > 1 else str(each[0]) for each in found]
 
 
 def signed(value: float, digits: int = 2) -> str:

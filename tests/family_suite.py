@@ -26,9 +26,6 @@ from family_checks import (
     PROMPTS,
     TREATMENTS,
     WEIGHTS,
-    Definition,
-    HeadModule,
-    assembled,
     changed,
     check_audit,
     check_drafts,
@@ -41,8 +38,8 @@ from family_checks import (
     check_rollback,
     check_transformers_drafts,
     dequantised,
-    weights_of,
 )
+from family_definition import Definition, HeadModule, assembled, weights_of
 from mtplab import CheckpointError, generate, load_model
 
 __all__ = ["EVERY_STAGE", "HeadBehindTheTarget", "RunsAsTransformers", "family_fixtures"]

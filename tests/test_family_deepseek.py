@@ -14,12 +14,12 @@ from family_checks import (
     PROMPTS,
     TOLERANCE,
     TREATMENTS,
-    Definition,
     check_drafts,
     check_lossless,
     check_transformers_drafts,
     some_ids,
 )
+from family_definition import Definition
 from family_suite import HeadBehindTheTarget, family_fixtures
 from mtplab import generate, load_model, open_checkpoint, trace
 from mtplab.cli import main

@@ -6,16 +6,8 @@ import numpy as np
 import pytest
 from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer, Qwen2RMSNorm
 
-from family_checks import (
-    PROMPTS,
-    HeadModule,
-    assembled,
-    changed,
-    check_audit,
-    check_head_setting,
-    quantised_here,
-    weights_of,
-)
+from family_checks import PROMPTS, changed, check_audit, check_head_setting, quantised_here
+from family_definition import HeadModule, assembled, weights_of
 from family_suite import EVERY_STAGE, RunsAsTransformers, family_fixtures
 from mtplab import CheckpointError, load_model, open_checkpoint, trace
 

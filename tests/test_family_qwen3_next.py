@@ -10,7 +10,8 @@ import torch
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextDecoderLayer, Qwen3NextRMSNorm
 
 from family_checkpoints import write_fp8, write_qwen3_next
-from family_checks import PROMPTS, HeadModule, assembled, changed, stack_experts, weights_of
+from family_checks import PROMPTS, changed, stack_experts
+from family_definition import HeadModule, assembled, weights_of
 from family_suite import RunsAsTransformers, family_fixtures
 from mtplab import CheckpointError, generate, load_model
 from mtplab.checkpoint.experts import stacked_parts

@@ -14,17 +14,14 @@ from transformers.models.step3p7.modeling_step3p7 import Step3p7DecoderLayer, St
 from family_checkpoints import load_target, longer, model_of, write_step3p7
 from family_checks import (
     PROMPTS,
-    Definition,
-    HeadModule,
-    assembled,
     changed,
     check_drafts,
     check_head_setting,
     check_lossless,
     check_transformers_drafts,
     quantised_here,
-    weights_of,
 )
+from family_definition import Definition, HeadModule, assembled, weights_of
 from family_suite import EVERY_STAGE, RunsAsTransformers, family_fixtures
 from mtplab import CheckpointError, generate, load_model, open_checkpoint, quantize_checkpoint, trace
 from mtplab.checkpoint.draft_layouts import DEEPSEEK_V3, STEP

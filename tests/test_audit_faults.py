@@ -177,6 +177,8 @@ HEADERS: dict[str, tuple[str, Change, dict[str, str], str, str]] = {
                            {"e8m0-scales": "note"}, "F8_E8M0", "float32 scales"),
     "packed-scale": ("qwen3.5", tensor(UP + SCALE, lambda old: old.to(torch.int32)), {"scale-dtype": "error"}, UP,
                      "I32"),
+    "fused-in-a-block": ("qwen3.5", tensor("mtp.layers.0.mlp.gate_proj.weight", lambda old: old[:80].contiguous()),
+                         {"fused-blocks": "note"}, "mtp.layers.0.mlp.gate_proj", "fewer rows of scales"),
     "junk-scale": ("qwen3.5", add(mtp__fc__weight_scale_inv=torch.ones(2, 4)), {"junk-scale": "warning"}, "mtp.fc",
                    "noise"),
     "bytes-as-int8": ("qwen3.5", tensor(Q + ".weight", lambda old: old.view(torch.int8)),

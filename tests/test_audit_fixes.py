@@ -59,6 +59,8 @@ CASES: dict[str, tuple[str, Callable[[Made], None], set[str]]] = {
     "integers": (*of_fault("bytes-as-int8"), {"bytes-as-integers"}),
     "scales as integers": (*of_fault("scale-as-integers"), {"integer-scales"}),
     "FNUZ": (*of_fault("fnuz-codes"), {"fnuz"}),
+    "a block across fused weights": (*of_fault("fused-in-a-block"), {"fused-blocks"}),
+    "a scale of a plain weight": (*of_fault("junk-scale"), {"engine-refuses"}),
     "FP8 head": (*of_fault("quantised-lm-head"), {"quantised-head"}),
     "FP8 shared head": (*of_fault("quantised-shared-head"), {"quantised-head"}),
     "FP8 fusion": (*of_fault("quantised-fusion"), {"fp8-fusion", "engine-silent"}),
@@ -140,7 +142,7 @@ def test_what_an_engine_builds_in_bf16_is_to_be_kept_so(
     found = open_checkpoint(tmp_path / "x").audit()
     asked = [f for f in found.findings if f.kind in ("engine-silent", "engine-refuses")]
     assert {engine for f in asked for engine in ("SGLang", "lmdeploy") if engine in f.why} == {"SGLang", "lmdeploy"}
-    assert all(followed(f, tmp_path / "x", tmp_path / "new" / f.kind) for f in asked)
+    assert all(followed(f, tmp_path / "x", tmp_path / "new" / str(i)) for i, f in enumerate(asked))
     assert follow_all(tmp_path / "x", found, tmp_path, capsys) >= {"engine-silent", "engine-refuses"}
 
 

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from mtplab.checkpoint.audit.finding import Finding, listed
-from mtplab.checkpoint.audit.remedies import anew, without_fp8
+from mtplab.checkpoint.audit.remedies import anew, quantize_command, without_fp8
 from mtplab.checkpoint.audit.subject import Subject
 from mtplab.checkpoint.draft_layouts import FUSIONS
+from mtplab.checkpoint.lenses.fused import GROUPS
 from mtplab.checkpoint.names import draft_prefixes, part_of
+
+if TYPE_CHECKING:
+    from mtplab.checkpoint.plan import ModulePlan
 
 __all__ = ["CHECKS"]
 
@@ -32,7 +37,8 @@ def _suffixes(subject: Subject) -> Iterator[Finding]:
         yield Finding(
             "warning", "scale-suffix",
             f"{len(plain)} block-scaled weights have their scale in weight_scale: {listed(plain)}.", tuple(plain),
-            "With weight_block_size, engines look for weight_scale_inv, and leave what they do not find uninitialised.",
+            "With weight_block_size, engines look for weight_scale_inv: vLLM stops at the other name for Qwen3.5, and "
+            "loaders that pass it over leave the scale uninitialised.",
             f"Rename the scales to weight_scale_inv: {anew(subject)} does.",
         )  # fmt: skip
     bare = [*by_suffix.get("scale", []), *by_suffix.get("qscale_weight", [])]
@@ -171,4 +177,33 @@ def _tensor_parallel(subject: Subject) -> Iterator[Finding]:
         )  # fmt: skip
 
 
-CHECKS = (_suffixes, _scale_dtypes, _heads, _kv, _tensor_parallel)
+# the last member of what engines compute as one → all of them
+_FUSED = {group[-1]: group for group in GROUPS}
+
+
+def _fused_blocks(subject: Subject) -> Iterator[Finding]:
+    """Weights that others follow in what engines compute as one, and that end within a block of rows."""
+    modules = subject.plan.by_name
+    found: list[ModulePlan] = []
+    for module in subject.linears:
+        parent, dot, last = module.name.rpartition(".")
+        if last not in _FUSED or module.weight != "fp8" or ".experts." in module.name:
+            continue
+        members = [modules.get(parent + dot + one) for one in _FUSED[last]]
+        stored = [m for m in members if m is not None and m.weight == "fp8" and m.block and len(m.shape) == 2]
+        if len(stored) == len(members):
+            found += [m for m in stored[:-1] if m.block and m.block[0] > 1 and m.shape[0] % m.block[0]]
+    if found:
+        names = [module.name for module in found]
+        rows = found[0].block[0] if found[0].block else 0
+        yield Finding(
+            "note", "fused-blocks",
+            f"{len(names)} weights end within a block of {rows} rows, and others follow them in what engines compute "
+            f"as one: {listed(names)}.", tuple(names),
+            "vLLM 0.32.0 loads no such file of Qwen3.5: the fused weight has fewer rows of scales than its members.",
+            "For vLLM, write it with blocks that divide them (--block), or with a scale a row: "
+            f"{quantize_command(subject, '--format', 'fp8-channel', '--layout', 'compressed-tensors')}.",
+        )  # fmt: skip
+
+
+CHECKS = (_suffixes, _scale_dtypes, _heads, _kv, _tensor_parallel, _fused_blocks)

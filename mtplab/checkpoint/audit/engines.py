@@ -21,7 +21,8 @@ def engines_of(subject: Subject) -> Looks | None:
     """Every engine's look, or None where nothing is quantised or the quantisation is not read."""
     if subject.quantization is None or not any(module.weight == "fp8" for module in subject.modules):
         return None
-    return look(views_of(subject.modules), subject.method, subject.content, subject.config)
+    orphans = [problem.tensor for problem in subject.ckpt.problems if problem.kind == "junk-scale"]
+    return look(views_of(subject.modules, orphans), subject.method, subject.content, subject.config)
 
 
 def engine_findings(subject: Subject, looks: Looks | None) -> Iterator[Finding]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import shlex
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -105,6 +105,14 @@ class Remedies:
         return shaped(self._views)
 
     @cached_property
+    def _recipes(self) -> list[Recipe]:
+        return _recipes(self._subject)
+
+    @cached_property
+    def _rewritten(self) -> tuple[list[View], list[Shaped]]:
+        return _rewritten(self._views)
+
+    @cached_property
     def _places(self) -> dict[str, int]:
         """Linear module → where its shape stands in `_shaped`."""
         return {view.name: place for place, group in enumerate(self._shaped) for view, _ in group.members}
@@ -173,7 +181,7 @@ class Remedies:
         """The command that writes `gone` as BF16, where the engine then builds `modules` as they are stored."""
         if not gone or not self._writable or self._subject.listed_entries is None:
             return ""
-        bare = {"stored_fp8": False, "has_scale": False}
+        bare = {"stored_fp8": False, "has_scale": False, "scale": ""}
         views = [view._replace(**bare) if view.name in gone else view for view in self._views]
         shapes = shaped(views)
         more = recommended_exclusions([view for view in views if view.name in gone], self._subject.method)
@@ -218,8 +226,8 @@ class Remedies:
         """What the checkpoint, with `views` for what is FP8 in it, can be written as so that the engine reads it."""
         from mtplab.checkpoint.convert.layouts import layouts
 
-        views, shapes = (self._views, self._shaped) if views is None else (views, shaped(views))
-        for recipe in _recipes(self._subject) if self._writable else ():
+        views, shapes = self._rewritten if views is None else _rewritten(views)
+        for recipe in self._recipes if self._writable else ():
             layout = layouts()[recipe.layout]
             if own and layout.method != self._subject.method:
                 continue
@@ -241,3 +249,9 @@ class Remedies:
         made = judge(self._engines[look.engine], asked, method, content, self._subject.config)
         still = {name for found in made.disagreements for name in found.modules}
         return made.status == "judged" and still.isdisjoint(modules)
+
+
+def _rewritten(views: Iterable[View]) -> tuple[list[View], list[Shaped]]:
+    """Views as they are, but for scales, which a layout that is written calls by its own name."""
+    made = [view._replace(scale="") if view.scale else view for view in views]
+    return made, shaped(made)

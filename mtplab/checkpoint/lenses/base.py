@@ -42,6 +42,7 @@ class View(NamedTuple):
     part: str
     stored_fp8: bool
     has_scale: bool
+    scale: str = ""  # what the file calls the scale beside it: weight_scale_inv; "": there is none, or it is not known
 
 
 class Verdict(NamedTuple):
@@ -55,7 +56,7 @@ class Verdict(NamedTuple):
 
 @dataclass(frozen=True)
 class Disagreement:
-    """Modules of one shape that an engine builds otherwise than the file holds them.
+    """Modules of one shape that an engine builds otherwise than the file holds them, or whose scale it misses.
 
     `cause` says what it builds and why, without the engine's name; `sentence` adds what comes of it.
     """
@@ -105,6 +106,7 @@ class Family:
     fixed: tuple[Fixed, ...] = ()
     note: str = ""
     plain_for_fp8: Consequence | None = None
+    scales: bool = False  # whether its loader was seen to stop at a scale without a parameter, and not at one missing
 
 
 @dataclass(frozen=True)
@@ -131,6 +133,7 @@ class Method:
     unsure: Callable[[dict[str, Any]], str | None] | None = None  # likewise, why what it does is not known
     prepare: Callable[[list[str], dict[str, Any]], list[str]] | None = None
     fp8_for_plain: Consequence | Callable[[dict[str, Any]], Consequence | None] | None = None
+    scale: Callable[[dict[str, Any]], str] | None = None  # what a module's scale has to be called, where it is known
     # compressed-tensors: what becomes of a module that no target covers, and whether a class target may be a part
     untargeted: str = ""
     class_parts: bool = True

@@ -28,6 +28,7 @@ from mtplab.checkpoint.lenses.base import (
 )
 from mtplab.checkpoint.lenses.matching import RULES, Rule, Targets, Unit
 from mtplab.checkpoint.lenses.names import Asked, Shaped, units_of
+from mtplab.checkpoint.lenses.scales import Fault, fault_of
 from mtplab.checkpoint.names import normalised
 from mtplab.checkpoint.strict_json import shown
 
@@ -185,6 +186,7 @@ class _Judge:
         self._targets: Targets | None = None
         if method.untargeted:
             self._targets = Targets(_targets(content), f"{engine.name}: config_groups", method.class_parts)
+        self._scale = method.scale(content) if method.scale is not None and self._family.scales else ""
         self._answers: dict[Unit, tuple[str, str, str]] = {}
         self._others: dict[str, list[str]] | None = None
 
@@ -193,7 +195,7 @@ class _Judge:
         groups: dict[Any, list[tuple[View, Verdict]]] = {}
         for group in self._modules:
             self._judge(group, verdicts, groups)
-        disagreements = tuple(map(self._disagreement, groups.values()))
+        disagreements = tuple(self._disagreement(found, key[-1]) for key, found in groups.items())
         notes = [self._family.note] if self._family.note else []
         notes += [f"the entry {shown(entry)} is no pattern: {said}" for entry, said in self._rule.broken.items()]
         return Look(
@@ -224,9 +226,12 @@ class _Judge:
                 built = stored
             verdict = Verdict(view.name, built, by, runtime)
             verdicts.append(verdict)
-            if built != stored and built in _DIFFER:
+            fault = None
+            if self._scale and built == stored:
+                fault = fault_of(view, built, self._scale)
+            if fault is not None or (built != stored and built in _DIFFER):
                 scale = built != "error" and view.has_scale
-                groups.setdefault((built, asked.unit, scale), []).append((view, verdict))
+                groups.setdefault((built, asked.unit, scale, fault), []).append((view, verdict))
 
     def _answer(self, asked: Asked, fixed: Fixed | None, numbers: tuple[str, ...]) -> tuple[str, str, str]:
         unit = asked.at(numbers)
@@ -261,10 +266,12 @@ class _Judge:
             return self._method.untargeted, "no target of config_groups covers it"
         return "fp8", self._nothing
 
-    def _disagreement(self, found: list[tuple[View, Verdict]]) -> Disagreement:
+    def _disagreement(self, found: list[tuple[View, Verdict]], fault: Fault | None) -> Disagreement:
         view, verdict = found[0]
         which = shown(view.name) if len(found) == 1 else f"{len(found)} modules ({shown(view.name)} first)"
-        if verdict.built == "error":
+        if fault is not None:
+            consequence, cause = fault.consequence, f"builds {which} {fault.because}"
+        elif verdict.built == "error":
             consequence = _STOPPED
             cause = f"stops at {which}, because {verdict.by}"
         elif verdict.built == "fp8":

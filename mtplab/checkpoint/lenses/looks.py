@@ -32,7 +32,10 @@ _WORDS = {
 COLUMNS = ("engine", "version", "by its list", "FP8", "plain", "differ", "not judged", "not loaded", "MTP head")
 
 # what "right" does not say
-SCOPE = "Judged by names and exclusion lists alone: tensor layouts, block sizes and kernels are not looked at."
+SCOPE = (
+    "Judged by names and exclusion lists, for Qwen3.5 in vLLM also by scales' names: tensor layouts, block sizes and "
+    "kernels are not looked at."
+)
 
 
 def lenses() -> tuple[Engine, ...]:

@@ -1,5 +1,7 @@
 """vLLM as read in its 0.33.0 wheel: which list it takes for each method, how it matches, what it names modules.
 
+What 0.32.0 did with planted mistakes is held against it in tests/test_vllm_loads.py.
+
 Only data, and the few refusals that its config classes make; matching is in `matching.py`.
 """
 
@@ -28,6 +30,11 @@ def _fp8(content: dict[str, Any]) -> str | None:
     if content.get("weight_block_size") is not None and content["activation_scheme"] != "dynamic":
         return "weight_block_size with activations that are not dynamic"
     return None
+
+
+def _fp8_scale(content: dict[str, Any]) -> str:
+    """fp8.py, Fp8LinearMethod.create_weights."""
+    return "weight_scale" if content.get("weight_block_size") is None else "weight_scale_inv"
 
 
 def _modelopt(content: dict[str, Any]) -> str | None:
@@ -128,6 +135,7 @@ VLLM = Engine(
             source=f"{_LAYERS}/fp8.py (Fp8Config)",
             head=False,
             refuses=_fp8,
+            scale=_fp8_scale,
         ),
         "fbgemm_fp8": Method(
             rule="full name",
@@ -162,6 +170,7 @@ VLLM = Engine(
             reads="takes an entry for a full name, or for a regular expression after re:",
             source=f"{_LAYERS}/compressed_tensors/utils.py (should_ignore_layer, find_matched_target)",
             head=False,
+            scale=lambda content: "weight_scale",
             untargeted="plain",
         ),
         "quark": Method(
@@ -209,12 +218,14 @@ VLLM = Engine(
                 ("model.language_model.", "language_model.model."),
             ),
             fixed=_QWEN_FIXED,
+            scales=True,
         ),
         "qwen3_5 text": Family(
             fused=_GDN,
             renames=((r"^model\.language_model\.", "model."),),
             entries=_mapped(("model.language_model.", "model.")),
             fixed=_QWEN_FIXED,
+            scales=True,
         ),
         "qwen3_next": Family(fused=QKV_AND_MLP, fixed=_QWEN_FIXED),
         "deepseek_v3": Family(

@@ -293,7 +293,7 @@ def test_leaving_the_block_ends_what_runs_and_frees_the_port(model):
         with serve(model, depth=1) as server:
             pending = [pool.submit(ask, server, "/v1/completions", LONG) for _ in range(2)]
             until(lambda: metrics(server)["mtplab:num_requests_waiting"] == 2)
-            idle = socket.create_connection(server.url.removeprefix("http://").split(":"))
+            idle = socket.create_connection(server.url.removeprefix("http://").split(":"), timeout=5)
         for each in pending:
             each.result(timeout=10).refused(503, "the server is stopping")
         with closing(idle):

@@ -26,6 +26,7 @@ from mtplab.cli_measure import measure
 from mtplab.cli_numerics import numerics
 from mtplab.cli_quantize import quantize
 from mtplab.cli_report import join_parameters, report
+from mtplab.cli_serve import serve
 from mtplab.cli_sweep import sweep
 from mtplab.errors import CheckpointError, ConfigError, MtplabError
 
@@ -44,6 +45,7 @@ app.command(short_help="Acceptance by depth, cache policy and exclusions; kept a
 app.command(short_help="What draft depth pays on this machine, timed.")(measure)
 app.command(short_help="What draft depth pays on a GPU, from acceptance and a cost model.")(advise)
 app.command(short_help="Which modules must stay BF16: each one's cost, and a list for a budget.")(exclude)
+app.command(short_help="The runner as an OpenAI-compatible endpoint, to try drivers of engines on.")(serve)
 app.command(short_help="Execute a notebook, or take a sweep's results: one HTML file.")(report)
 app.command(short_help="What FP8 does to each layer's arithmetic, of a slice of a large model too.")(numerics)
 app.command(short_help="Result files side by side: differences, with intervals.")(compare)

@@ -37,7 +37,9 @@ def number_list(text: str, most: int = 1000) -> tuple[int, ...]:
     return tuple(found)
 
 
-class _Frozen(BaseModel):
+class FrozenConfig(BaseModel):
+    """Base of the settings: unknown names, NaN and infinity are refused, and nothing is changed after."""
+
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     @classmethod
@@ -53,6 +55,14 @@ class _Frozen(BaseModel):
             raise ConfigError("; ".join(lines)) from None
 
 
+def exclude_label(exclude: str | Iterable[str] | None, quantised: bool = False) -> str:
+    """An exclusion set's short name: a preset's name or the globs; for None `published` where weights are FP8, else
+    `as stored`."""
+    if exclude is None:
+        return "published" if quantised else "as stored"
+    return exclude if isinstance(exclude, str) else ", ".join(exclude) or "none"
+
+
 def _sentence(message: str) -> str:
     return message.removeprefix("Value error, ")[:1].lower() + message.removeprefix("Value error, ")[1:]
 
@@ -62,7 +72,7 @@ def _short(value: Any) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-class EngineConfig(_Frozen):
+class EngineConfig(FrozenConfig):
     """How the target is loaded."""
 
     device: str = "cpu"
@@ -106,7 +116,7 @@ class EngineConfig(_Frozen):
         return tuple(value) if isinstance(value, (list, set, frozenset)) else value
 
 
-class SpecConfig(_Frozen):
+class SpecConfig(FrozenConfig):
     """How the draft is loaded and used. What is not given follows the target (`from_target`); a `quant_policy` of None
     is the target's of each run, a hidden stage of None the one that the family is served with (`models/asked.py`)."""
 
@@ -130,7 +140,7 @@ class SpecConfig(_Frozen):
         return cls.of(**inherited | {key: value for key, value in overrides.items() if value is not None})
 
 
-class SamplingConfig(_Frozen):
+class SamplingConfig(FrozenConfig):
     """How tokens are chosen. temperature 0 is greedy; top_k 0 and top_p 1 cut nothing."""
 
     temperature: float = Field(default=0.0, ge=0.0)

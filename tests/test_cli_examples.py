@@ -56,7 +56,7 @@ def up_to_the_work(repo, tmp_path, monkeypatch):
 def test_every_example_in_the_help_is_accepted(up_to_the_work, capsys):
     examples = []
     commands = ("generate", "sweep", "audit", "quantize", "report", "compare", "doctor", "advise", "exclude", "measure",
-                "numerics")  # fmt: skip
+                "numerics", "serve")  # fmt: skip
     for name in ([], *([command] for command in commands)):
         main([*name, "--help"])
         lines = capsys.readouterr().out.splitlines()

@@ -24,7 +24,9 @@ for _room in CHAIN[CHAIN.index("checkpoint") :]:
     ROOMS[_room].add("kernels")
 ROOMS["kernels"] = set()
 ROOMS["bench"] = ROOMS["report"] | {"kernels"}
-ROOMS["cli"] = set(CHAIN) | {"bench", "kernels"}
+# the runner behind HTTP: beside the study, which it knows nothing of
+ROOMS["server"] = ROOMS["decode"] | {"decode"}
+ROOMS["cli"] = set(CHAIN) | {"bench", "kernels", "server"}
 
 # what the command line and a bare `import mtplab` must not wait for
 HEAVY = ("torch", "triton", "transformers", "matplotlib", "IPython", "ipywidgets", "papermill")

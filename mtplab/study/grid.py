@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from mtplab.checkpoint.config_json import stored_dtype, text_config
-from mtplab.config import MAX_DEPTH, EngineConfig, SamplingConfig, SpecConfig
+from mtplab.config import MAX_DEPTH, EngineConfig, SamplingConfig, SpecConfig, exclude_label
 from mtplab.errors import CheckpointError, ConfigError, not_text, printable
 from mtplab.models.asked import as_served
 from mtplab.models.cache_fit import check_cache
@@ -29,13 +29,11 @@ __all__ = [
     "Settings",
     "build_units",
     "check_depths",
-    "exclude_label",
     "exclusion_remark",
     "prompt_sets",
     "weight_format",
 ]
 
-AS_STORED = "as stored"
 PRESETS = ("published", "none")
 
 
@@ -74,13 +72,6 @@ def prompt_sets(prompts: Any) -> list[PromptSet]:
     if not prompts:
         raise ConfigError("the mapping of prompt sets is empty; give at least one")
     return [PromptSet(printable(str(label)), load_prompts(value).prompts) for label, value in prompts.items()]
-
-
-def exclude_label(exclude: Any, quantised: bool = False) -> str:
-    """A preset's name or the globs; for None `published` where weights are FP8, else `as stored`."""
-    if exclude is None:
-        return "published" if quantised else AS_STORED
-    return exclude if isinstance(exclude, str) else ", ".join(exclude) or "none"
 
 
 def build_units(

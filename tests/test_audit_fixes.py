@@ -17,7 +17,7 @@ from mtplab.checkpoint.audit import Audit, Finding
 from mtplab.cli import main
 from tests.audit_checkpoints import BLOCK, H, Made, make
 from tests.checkpoint_builders import CHECKPOINTS
-from tests.test_audit_faults import HEADERS, SCALE, both, drop, listing, plain
+from tests.test_audit_faults import HEADERS, SCALE, both, drop, listing, plain, whole_tensor
 
 LIST = "modules_to_not_convert"
 ATTENTION = "model.layers.3.self_attn"
@@ -61,6 +61,7 @@ CASES: dict[str, tuple[str, Callable[[Made], None], set[str]]] = {
     "FNUZ": (*of_fault("fnuz-codes"), {"fnuz"}),
     "a block across fused weights": (*of_fault("fused-in-a-block"), {"fused-blocks"}),
     "a scale of a plain weight": (*of_fault("junk-scale"), {"engine-refuses"}),
+    "a tensor's scale by another name": ("qwen3.5", whole_tensor, {"engine-refuses"}),
     "FP8 head": (*of_fault("quantised-lm-head"), {"quantised-head"}),
     "FP8 shared head": (*of_fault("quantised-shared-head"), {"quantised-head"}),
     "FP8 fusion": (*of_fault("quantised-fusion"), {"fp8-fusion", "engine-silent"}),

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from mtplab.checkpoint.audit.finding import Finding, listed
 from mtplab.checkpoint.audit.remedies import Remedies
 from mtplab.checkpoint.audit.subject import Subject
-from mtplab.checkpoint.lenses import Disagreement, Look, Looks, lenses, look, views_of
+from mtplab.checkpoint.lenses import Disagreement, Look, Looks, lenses, look
 from mtplab.checkpoint.lenses.base import LOAD_ERROR, LOSSY, SILENT
 from mtplab.checkpoint.lenses.judge import REFUSED
 
@@ -21,8 +21,7 @@ def engines_of(subject: Subject) -> Looks | None:
     """Every engine's look, or None where nothing is quantised or the quantisation is not read."""
     if subject.quantization is None or not any(module.weight == "fp8" for module in subject.modules):
         return None
-    orphans = [problem.tensor for problem in subject.ckpt.problems if problem.kind == "junk-scale"]
-    return look(views_of(subject.modules, orphans), subject.method, subject.content, subject.config)
+    return look(subject.views, subject.method, subject.content, subject.config)
 
 
 def engine_findings(subject: Subject, looks: Looks | None) -> Iterator[Finding]:

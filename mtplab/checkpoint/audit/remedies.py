@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import shlex
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from mtplab.checkpoint.audit.finding import listed
 from mtplab.checkpoint.audit.subject import Subject
-from mtplab.checkpoint.lenses import Look, View, lenses, recommended_exclusions, views_of
+from mtplab.checkpoint.lenses import Look, View, lenses, recommended_exclusions
 from mtplab.checkpoint.lenses.fused import GROUPS
 from mtplab.checkpoint.lenses.judge import judge
 from mtplab.checkpoint.lenses.names import Shaped, shaped
@@ -98,7 +98,7 @@ class Remedies:
 
     @cached_property
     def _views(self) -> list[View]:
-        return views_of(self._subject.modules)
+        return self._subject.views
 
     @cached_property
     def _shaped(self) -> list[Shaped]:
@@ -107,10 +107,6 @@ class Remedies:
     @cached_property
     def _recipes(self) -> list[Recipe]:
         return _recipes(self._subject)
-
-    @cached_property
-    def _rewritten(self) -> tuple[list[View], list[Shaped]]:
-        return _rewritten(self._views)
 
     @cached_property
     def _places(self) -> dict[str, int]:
@@ -226,13 +222,13 @@ class Remedies:
         """What the checkpoint, with `views` for what is FP8 in it, can be written as so that the engine reads it."""
         from mtplab.checkpoint.convert.layouts import layouts
 
-        views, shapes = self._rewritten if views is None else _rewritten(views)
+        views, shapes = (self._views, self._shaped) if views is None else (views, shaped(views))
         for recipe in self._recipes if self._writable else ():
             layout = layouts()[recipe.layout]
             if own and layout.method != self._subject.method:
                 continue
             content = layout.config(recipe, recommended_exclusions(views, layout.method))
-            if self._cured(look, modules, shapes, content):
+            if self._cured(look, modules, shapes, content, layout.scale_suffix.removeprefix(".")):
                 return recipe
         return None
 
@@ -241,17 +237,21 @@ class Remedies:
         assert found is not None
         return found.content
 
-    def _cured(self, look: Look, modules: tuple[str, ...], shapes: list[Shaped], content: dict[str, Any]) -> bool:
-        """Whether the engine, asked anew, builds all of `modules` as they are stored."""
-        method = str(content.get("quant_method", self._subject.method))
+    def _cured(
+        self, look: Look, modules: tuple[str, ...], shapes: list[Shaped], content: dict[str, Any], scale: str = ""
+    ) -> bool:
+        """Whether the engine, asked anew, builds all of `modules` as stored. `scale`: as what is written calls scales."""
+        engine, method = self._engines[look.engine], str(content.get("quant_method", self._subject.method))
         # names are the same whatever is said of them, and so are their shapes' places
         asked = [shapes[place] for place in sorted({self._places[name] for name in modules if name in self._places})]
-        made = judge(self._engines[look.engine], asked, method, content, self._subject.config)
+        if scale and method in engine.methods and engine.methods[method].scale is not None:
+            asked = [_written(group, scale) for group in asked]
+        made = judge(engine, asked, method, content, self._subject.config)
         still = {name for found in made.disagreements for name in found.modules}
         return made.status == "judged" and still.isdisjoint(modules)
 
 
-def _rewritten(views: Iterable[View]) -> tuple[list[View], list[Shaped]]:
-    """Views as they are, but for scales, which a layout that is written calls by its own name."""
-    made = [view._replace(scale="") if view.scale else view for view in views]
-    return made, shaped(made)
+def _written(group: Shaped, scale: str) -> Shaped:
+    """Modules as they are written anew: every scale under the layout's name, and none beside what is plain."""
+    members = [(view._replace(scale=scale if view.stored_fp8 else ""), numbers) for view, numbers in group.members]
+    return group._replace(members=members)

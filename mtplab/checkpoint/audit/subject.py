@@ -10,6 +10,7 @@ from mtplab.checkpoint.audit.heads import Head, find_head
 from mtplab.checkpoint.bounded_regex import FIRST_SECONDS
 from mtplab.checkpoint.config_json import text_config
 from mtplab.checkpoint.exclusions import ListedModules
+from mtplab.checkpoint.lenses import View, views_of
 from mtplab.checkpoint.names import module_of
 from mtplab.errors import CheckpointError
 
@@ -42,6 +43,12 @@ class Subject:
     def modules(self) -> tuple[ModulePlan, ...]:
         """The plan's modules."""
         return self.plan.modules
+
+    @cached_property
+    def views(self) -> list[View]:
+        """The modules as the lenses take them, with scales that lie beside plain weights."""
+        beside = [problem.tensor for problem in self.ckpt.problems if problem.kind == "junk-scale"]
+        return views_of(self.modules, beside)
 
     @cached_property
     def linears(self) -> tuple[ModulePlan, ...]:

@@ -38,7 +38,7 @@ def test_the_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert "MTP head: Qwen3-Next, Qwen3.5 and later: 1 layer, linear weights 7 FP8, 1 BF16, complete" in " ".join(
         out.split()
     )
-    assert "0 errors, 0 warnings, 1 note; headers read, values not (--deep reads them)" in out
+    assert "0 errors, 0 warnings, 2 notes; headers read, values not (--deep reads them)" in out
     assert "NOTE tensor-parallel: " in out and "  why: " in out and "  fix: " in out
     assert "mtp.layers.0.mlp.up_proj" not in out
     code, out, _ = run(capsys, BUNDLED, "--deep", "--modules")
@@ -56,7 +56,7 @@ def test_json(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, err = run(capsys, BUNDLED, "--json")
     found = json.loads(out)
     assert (code, err, set(found), set(found["head"])) == (0, "", KEYS, HEAD_KEYS)
-    assert [set(finding) for finding in found["findings"]] == [{"severity", "kind", "message", "why", "fix", "tensors"}]
+    assert [set(each) for each in found["findings"]] == [{"severity", "kind", "message", "why", "fix", "tensors"}] * 2
     with_modules = json.loads(run(capsys, BUNDLED, "--json", "--modules", "--deep")[1])
     assert set(with_modules) == KEYS | {"modules"} and with_modules["deep"] is True
     assert all(set(module) == MODULE_KEYS for module in with_modules["modules"])

@@ -59,7 +59,6 @@ CASES: dict[str, tuple[str, Callable[[Made], None], set[str]]] = {
     "integers": (*of_fault("bytes-as-int8"), {"bytes-as-integers"}),
     "scales as integers": (*of_fault("scale-as-integers"), {"integer-scales"}),
     "FNUZ": (*of_fault("fnuz-codes"), {"fnuz"}),
-    "a block across fused weights": (*of_fault("fused-in-a-block"), {"fused-blocks"}),
     "a scale of a plain weight": (*of_fault("junk-scale"), {"engine-refuses"}),
     "a tensor's scale by another name": ("qwen3.5", whole_tensor, {"engine-refuses"}),
     "FP8 head": (*of_fault("quantised-lm-head"), {"quantised-head"}),

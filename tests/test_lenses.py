@@ -304,23 +304,6 @@ def test_a_stored_scale_decides_how_loudly_it_fails():
     assert [look([view], "fp8", content, LLAMA)["vLLM"].worst for view in modules] == ["load error", "silent"]
 
 
-def test_vllm_judges_scales_names_where_its_loader_was_seen():
-    """Qwen3.5's stops at a scale without a parameter (tests/test_vllm_loads.py); of others' it is not known."""
-    tensor = {**fp8([]), "weight_block_size": None}
-    for content, name, other in (
-        (fp8([]), "weight_scale_inv", "weight_scale"),
-        (tensor, "weight_scale", "weight_scale_inv"),
-    ):
-        for scale, expected in ((name, "right"), ("", "right"), (other, "load error")):
-            modules = [View("model.layers.0.mlp.down_proj", "linear", "target", True, True, scale)]
-            assert look(modules, "fp8", content, QWEN_TEXT)["vLLM"].worst == expected
-            assert look(modules, "fp8", content, LLAMA)["vLLM"].worst == "right"
-    bare = [View("mtp.fc", "linear", "draft", True, False)]
-    assert look(bare, "fp8", fp8([]), QWEN_TEXT)["vLLM"].worst == "silent"
-    orphan = [View("mtp.fc", "linear", "draft", False, False, "weight_scale_inv")]
-    assert look(orphan, "fp8", fp8(["mtp.fc"]), QWEN_TEXT)["vLLM"].worst == "load error"
-
-
 # methods that an engine does not read
 
 

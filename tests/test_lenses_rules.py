@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from lens_models import CT, FP8, LLAMA
+from lens_models import CT, FP8, LLAMA, QWEN_TEXT
 from mtplab.checkpoint.lenses import View, look
 from mtplab.checkpoint.lenses.matching import RULES, Unit
 
@@ -130,3 +130,19 @@ def test_names_with_braces_are_only_names():
     modules = [View("model.{0}.layers.3.{x}_proj", "linear", "target", True, True)]
     verdict = look(modules, "fp8", FP8, LLAMA)["vLLM"].verdicts[0]
     assert (verdict.runtime_name, verdict.built) == ("model.{0}.layers.3.{x}_proj", "fp8")
+
+
+def test_vllm_judges_scales_names_where_its_loader_was_seen():
+    """Qwen3.5's stops at a scale without a parameter (tests/test_vllm_loads.py); of others' it is not known."""
+    module = ("model.layers.0.mlp.down_proj", "linear", "target", True, True)
+    names = ("weight_scale_inv", "weight_scale")
+    for content, (name, other) in ((FP8, names), ({**FP8, "weight_block_size": None}, names[::-1])):
+        for scale, expected in ((name, "right"), ("", "right"), (other, "load error")):
+            modules = [View(*module, scale)]
+            assert look(modules, "fp8", content, QWEN_TEXT)["vLLM"].worst == expected
+            assert look(modules, "fp8", content, LLAMA)["vLLM"].worst == "right"
+    listed = {**FP8, "modules_to_not_convert": ["mtp.fc"]}
+    bare = View("mtp.fc", "linear", "draft", True, False)
+    orphan = View("mtp.fc", "linear", "draft", False, False, names[0])
+    assert look([bare], "fp8", FP8, QWEN_TEXT)["vLLM"].worst == "silent"
+    assert look([orphan], "fp8", listed, QWEN_TEXT)["vLLM"].worst == "load error"

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from mtplab.checkpoint.audit.finding import Finding, listed
-from mtplab.checkpoint.audit.remedies import anew, quantize_command, without_fp8
+from mtplab.checkpoint.audit.remedies import anew, without_fp8
 from mtplab.checkpoint.audit.subject import Subject
 from mtplab.checkpoint.draft_layouts import FUSIONS
 from mtplab.checkpoint.lenses.fused import GROUPS
@@ -201,8 +201,8 @@ def _fused_blocks(subject: Subject) -> Iterator[Finding]:
             f"{len(names)} weights end within a block of {rows} rows, and others follow them in what engines compute "
             f"as one: {listed(names)}.", tuple(names),
             "vLLM 0.32.0 loads no such file of Qwen3.5: the fused weight has fewer rows of scales than its members.",
-            "For vLLM, write it with blocks that divide them (--block), or with a scale a row: "
-            f"{quantize_command(subject, '--format', 'fp8-channel', '--layout', 'compressed-tensors')}.",
+            "For vLLM, write it with blocks that divide them (`--block`), or with a scale a row (`--format fp8-channel "
+            "--layout compressed-tensors`).",
         )  # fmt: skip
 
 

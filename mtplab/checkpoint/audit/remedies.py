@@ -240,7 +240,7 @@ class Remedies:
     def _cured(
         self, look: Look, modules: tuple[str, ...], shapes: list[Shaped], content: dict[str, Any], scale: str = ""
     ) -> bool:
-        """Whether the engine, asked anew, builds all of `modules` as stored. `scale`: as what is written calls scales."""
+        """Whether the engine, asked anew, builds all of `modules` as stored. `scale`: its name in what is written."""
         engine, method = self._engines[look.engine], str(content.get("quant_method", self._subject.method))
         # names are the same whatever is said of them, and so are their shapes' places
         asked = [shapes[place] for place in sorted({self._places[name] for name in modules if name in self._places})]

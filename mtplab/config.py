@@ -48,11 +48,15 @@ class FrozenConfig(BaseModel):
         try:
             return cls(**values)
         except ValidationError as error:
-            lines = [
-                f"{'.'.join(map(str, e['loc'])) or cls.__name__} is {_short(e['input'])}: {_sentence(e['msg'])}"
-                for e in error.errors(include_url=False)
-            ]
-            raise ConfigError("; ".join(lines)) from None
+            raise ConfigError(cls.faults(error)) from None
+
+    @classmethod
+    def faults(cls, error: ValidationError) -> str:
+        """What is wrong with settings, each by its name."""
+        return "; ".join(
+            f"{'.'.join(map(str, e['loc'])) or cls.__name__} is {_short(e['input'])}: {_sentence(e['msg'])}"
+            for e in error.errors(include_url=False)
+        )
 
 
 def exclude_label(exclude: str | Iterable[str] | None, quantised: bool = False) -> str:
@@ -68,7 +72,7 @@ def _sentence(message: str) -> str:
 
 
 def _short(value: Any) -> str:
-    text = repr(value)
+    text = re.sub(r"://[^/@\s]*@", "://…@", repr(value))  # who signs in with what is nobody's business
     return text if len(text) <= 60 else text[:57] + "..."
 
 

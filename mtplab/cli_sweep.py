@@ -30,6 +30,7 @@ from mtplab.cli_common import (
     TopK,
     TopP,
     depth_list,
+    emit,
     exclusion,
     names,
     note,
@@ -37,6 +38,20 @@ from mtplab.cli_common import (
     path_of,
     print_json,
     say,
+)
+from mtplab.cli_engines import (
+    ApiKeyVariable,
+    Concurrency,
+    Engine,
+    EngineArguments,
+    EngineCommand,
+    EngineFile,
+    Parallel,
+    PrintCommands,
+    RequestSeconds,
+    ServedModel,
+    StartSeconds,
+    engine_of_options,
 )
 
 __all__ = ["PointLines", "sweep"]
@@ -109,8 +124,12 @@ def sweep(
         ),
     ] = None,
     quality: Annotated[
-        bool, typer.Option("--quality/--no-quality", help="Judge each target beside its acceptance, or do not.")
-    ] = True,
+        bool | None,
+        typer.Option(
+            "--quality/--no-quality",
+            help="Judge each target beside its acceptance, or do not.  [default: judge, where mtplab runs it]",
+        ),
+    ] = None,
     device: Device = "cpu",
     exact: Exact = True,
     results: Results = None,
@@ -118,6 +137,17 @@ def sweep(
         bool, typer.Option("--by-domain", help="A line of the table for each domain of prompts.")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON document with every row on stdout.")] = False,
+    engine: Engine = None,
+    engine_command: EngineCommand = None,
+    engine_args: EngineArguments = None,
+    engine_file: EngineFile = None,
+    parallel: Parallel = None,
+    concurrency: Concurrency = None,
+    request_timeout: RequestSeconds = None,
+    start_timeout: StartSeconds = None,
+    served_model: ServedModel = None,
+    api_key_env: ApiKeyVariable = None,
+    print_commands: PrintCommands = False,
 ) -> int:
     """Measure acceptance at every depth for cache policies × exclusions × temperatures.
 
@@ -136,43 +166,71 @@ def sweep(
       mtplab sweep data/tiny-qwen3_5-fp8 --reference data/tiny-qwen3_5 --depths 0,4 --limit 2
       mtplab sweep data/tiny-qwen3_5 --quant-policy int4 --draft-quant-policy none,int4 --json > rows.json
       mtplab sweep data/tiny-qwen3_5 --quant-policy turboquant,int8/int4,fp8:calibrated --limit 2
+      mtplab sweep data/tiny-qwen3_5 --depths 0-4 --limit 2 --engine mtplab
+      mtplab sweep data/tiny-qwen3_5 --depths 0-4 --quant-policy none,fp8 --engine vllm --print-commands
+      mtplab sweep data/tiny-qwen3_5 --depths 3 --engine http://127.0.0.1:8000
+
+    On a serving engine the same points come back as the same rows: `-` as PATH sweeps what a running server has, with
+    no files of it here. docs/engines.md says how acceptance is counted there, and what is missing.
 
     Ctrl-C stops after the current round; twice stops at once.
     """
+    from mtplab.study import engine_commands
     from mtplab.study import sweep as run
 
+    serving = engine_of_options(
+        engine,
+        engine_command,
+        engine_args,
+        engine_file,
+        parallel,
+        concurrency,
+        request_timeout,
+        start_timeout,
+        served_model,
+        api_key_env,
+    )
+    asked = {
+        "model_or_path": None if serving is not None and str(path) == "-" else path,
+        "prompts": prompts,
+        "depths": depth_list(depths),
+        "quant_policy": names("--quant-policy", quant_policy or ["none"]),
+        "draft_quant_policy": names("--draft-quant-policy", draft_quant_policy) if draft_quant_policy else None,
+        "exclude": [exclusion("--exclude", text) for text in exclude] if exclude else (None,),
+        "draft_exclude": [exclusion("--draft-exclude", text) for text in draft_exclude] if draft_exclude else None,
+        "temperature": numbers("--temperature", temperature or ["0"]),
+        "domains": domain or None,
+        "limit": limit,
+        "max_new_tokens": max_new_tokens,
+        "top_k": top_k,
+        "top_p": top_p,
+        "seed": seed,
+        "model_format": model_format,
+        "method": method,
+        "quality": quality,
+        "reference": reference,
+        "device": device,
+        "exact": exact,
+        "results": results,
+        "calibration": calibration,
+        "engine": serving,
+    }
+    if print_commands:
+        lines, notes = engine_commands(**asked)
+        for finding in notes:
+            note(finding)
+        if as_json:
+            print_json(lines)
+        else:
+            emit("\n".join(lines))
+        return 0
     with _stop_on_interrupt() as cancel, _bar() as follow:
         on_row = None
         if follow is None:  # nobody looks at a bar: a line for each finished point instead
-            lines = PointLines(len(depth_list(depths)))
+            # a server is done with a depth, our runner with a point
+            lines = PointLines(len(depth_list(depths)) if serving is None else 1)
             on_row, follow = lines.row, lines.step
-        result = run(
-            path,
-            prompts=prompts,
-            depths=depth_list(depths),
-            quant_policy=names("--quant-policy", quant_policy or ["none"]),
-            draft_quant_policy=names("--draft-quant-policy", draft_quant_policy) if draft_quant_policy else None,
-            exclude=[exclusion("--exclude", text) for text in exclude] if exclude else (None,),
-            draft_exclude=[exclusion("--draft-exclude", text) for text in draft_exclude] if draft_exclude else None,
-            temperature=numbers("--temperature", temperature or ["0"]),
-            domains=domain or None,
-            limit=limit,
-            max_new_tokens=max_new_tokens,
-            top_k=top_k,
-            top_p=top_p,
-            seed=seed,
-            model_format=model_format,
-            method=method,
-            quality=quality,
-            reference=reference,
-            device=device,
-            exact=exact,
-            results=results,
-            on_row=on_row,
-            on_progress=follow,
-            cancel=cancel,
-            calibration=calibration,
-        )
+        result = run(**asked, on_row=on_row, on_progress=follow, cancel=cancel)
     if as_json:
         print_json(
             {

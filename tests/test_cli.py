@@ -249,7 +249,7 @@ def test_sweep_json_is_pure(command, bundled, tmp_path):
     document = json.loads(command("sweep", bundled, *SWEEP, "--json", "--results", tmp_path).stdout)
     assert (document["computed"], document["read_back"], document["notes"]) == (6, 0, [])
     assert [row["depth"] for row in document["rows"]] == [0, 1, 2] * 2
-    assert all(row["schema"] == 2 and 0 <= row["kl"] < 0.1 and row["error"] is None for row in document["rows"])
+    assert all(row["schema"] == 3 and 0 <= row["kl"] < 0.1 and row["error"] is None for row in document["rows"])
 
 
 def test_a_failed_point_gives_code_1_and_the_table(bundled, tmp_path, capsys, monkeypatch):

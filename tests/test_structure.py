@@ -18,7 +18,7 @@ REPO = Path(__file__).resolve().parent.parent
 MAX_LINES = 450
 
 # what each room may import from mtplab, besides itself; a new room is added here, on purpose
-CHAIN = ("errors", "drawing", "config", "checkpoint", "quant", "models", "decode", "study", "report")
+CHAIN = ("errors", "drawing", "config", "checkpoint", "quant", "engines", "models", "decode", "study", "report")
 ROOMS: dict[str, set[str]] = {room: set(CHAIN[:place]) for place, room in enumerate(CHAIN)}
 for _room in CHAIN[CHAIN.index("checkpoint") :]:
     ROOMS[_room].add("kernels")
@@ -196,28 +196,64 @@ print(len(checkpoint.tensors), len(checkpoint.plan().modules), 'torch' in sys.mo
     assert int(tensors) > 0 and int(modules) > 0 and torch_loaded == "False"
 
 
-@pytest.mark.parametrize("folder", [".", "notebooks", "kernels"])
-def test_every_file_has_one_module_name(folder):
-    """`kernels` beside `mtplab/kernels` gives no file two names, and hides no other package of that name."""
-    files = [path for path in python_files("mtplab", "kernels") if path.stem != "__main__"]
-    names = sorted(module_name(path) for path in files)
-    code = f"""
+# a fresh interpreter imports {names}, and then says which of its files have which names, and which files of {folders}
+# would have been taken for a module that anything asked for, had it been started in that folder
+EVERY_NAME = """
 import collections, importlib, importlib.util, json, os, sys
+from importlib.machinery import PathFinder
+
+asked = set()
+
+class Asked:
+    def find_spec(name, path=None, target=None):
+        asked.add(name.partition('.')[0])
+
+sys.meta_path.insert(0, Asked)
 for name in {names!r}:
     importlib.import_module(name)
 seen = collections.defaultdict(list)
 for name, module in list(sys.modules.items()):
     file = getattr(module, '__file__', None)
-    if file and os.path.realpath(file).startswith({str(REPO)!r} + os.sep):
+    if file and os.path.realpath(file).startswith({repo!r} + os.sep):
         seen[os.path.realpath(file)].append(name)
-spec = importlib.util.find_spec('kernels')
-print(json.dumps([dict(seen), spec.origin if spec else None]))
+taken = {{}}
+for folder in {folders!r}:
+    specs = [PathFinder.find_spec(name, [folder]) for name in sorted(asked | {{'kernels'}})]
+    taken[folder] = [spec.origin for spec in specs if spec and spec.origin]
+print(json.dumps([seen, taken, sorted(asked)]))
 """
-    seen, kernels_file = json.loads(run_python(code, REPO / folder).splitlines()[-1])
-    seen = {file: found for file, found in seen.items() if "/.venv/" not in file}
+
+
+def names_of_files(names: list[str], folders: list[Path]) -> tuple[dict[str, list[str]], list[str], list[str]]:
+    """(the modules' names by file, files that a module would be taken from in these folders, every name asked for)."""
+    told = EVERY_NAME.format(names=names, repo=str(REPO), folders=[str(folder) for folder in folders])
+    seen, taken, asked = json.loads(run_python(told).splitlines()[-1])
+    return (
+        {file: found for file, found in seen.items() if "/.venv/" not in file},
+        [file for folder in taken.values() for file in folder],
+        asked,
+    )
+
+
+def test_every_file_has_one_module_name():
+    """`kernels` beside `mtplab/kernels` gives no file two names, and hides no other package of that name, in whichever
+    of these folders an interpreter is started: they differ in what it finds there first."""
+    files = [path for path in python_files("mtplab", "kernels") if path.stem != "__main__"]
+    names = sorted(module_name(path) for path in files)
+    seen, taken, asked = names_of_files(names, [REPO, REPO / "notebooks", REPO / "kernels"])
     assert {name for found in seen.values() for name in found} >= set(names)
     assert {file: found for file, found in seen.items() if len(found) > 1} == {}
-    assert kernels_file is None or not Path(kernels_file).resolve().is_relative_to(REPO)
+    assert taken == [str(REPO / "mtplab" / "__init__.py")] and {"torch", "mtplab"} <= set(asked)
+
+
+def test_the_check_sees_a_name_that_is_hidden(tmp_path):
+    (tmp_path / "numpy").mkdir()
+    for name in ("numpy/__init__.py", "kernels.py", "not_there_at_all.py"):
+        (tmp_path / name).touch()
+    _, taken, _ = names_of_files(["mtplab.errors"], [tmp_path])
+    assert taken == [str(tmp_path / "kernels.py")]
+    _, taken, _ = names_of_files(["mtplab.errors", "numpy"], [tmp_path])
+    assert taken == [str(tmp_path / "kernels.py"), str(tmp_path / "numpy" / "__init__.py")]
 
 
 def test_kernels_is_reached_through_the_link():

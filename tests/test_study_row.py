@@ -79,13 +79,13 @@ def test_round_trip_is_exact():
 
 
 def test_json_carries_the_schema():
-    assert json.loads(a_row().to_json())["schema"] == 2
+    assert json.loads(a_row().to_json())["schema"] == 3
 
 
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"schema": 3}, "schema"),
+        ({"schema": 4}, "schema"),
         ({"depth": "2"}, "depth"),
         ({"depth": 17}, "depth"),
         ({"method": "guess"}, "method"),
@@ -149,6 +149,6 @@ def test_a_row_from_before_targets_were_judged_still_reads():
     old = ResultRow.from_json(json.dumps({**written, "schema": 1}))
     assert (old.kl, old.quality_text, old.schema_version) == (None, None, 1)
     judged = old.with_quality({"kl": 0.5, "quality_text": "own:1"}, {"key": "k"})
-    assert (judged.kl, judged.schema_version, judged.provenance["quality"]) == (0.5, 2, {"key": "k"})
+    assert (judged.kl, judged.schema_version, judged.provenance["quality"]) == (0.5, 3, {"key": "k"})
     assert ResultRow.from_json(judged.to_json()) == judged
-    assert judged.without_quality().model_dump() == {**old.model_dump(), "schema_version": 2}
+    assert judged.without_quality().model_dump() == {**old.model_dump(), "schema_version": 3}

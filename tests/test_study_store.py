@@ -202,7 +202,7 @@ def test_a_failed_write_leaves_the_old_file(tmp_path, monkeypatch):
         lambda text: "[]",
         lambda text: "[" * 100_000,
         lambda text: text.replace('"seed": 0', '"seed": 1', 1),
-        lambda text: text.replace('"schema": 2, "hash"', '"schema": 0, "hash"'),
+        lambda text: text.replace('"schema": 3, "hash"', '"schema": 0, "hash"'),
         lambda text: json.dumps({**json.loads(text), "rows": [{}]}),
         lambda text: json.dumps({**json.loads(text), "rows": json.loads(text)["rows"] * 2}),
         lambda text: text.replace('"rows"', '"raws"'),
@@ -236,7 +236,7 @@ def test_a_newer_file_is_left_alone(tmp_path):
     store = PointStore(tmp_path / "r")
     store.write(unit.config, [row_of(unit)])
     path = store.path(unit.point)
-    path.write_text(path.read_text().replace('"schema": 2, "hash"', '"schema": 3, "hash"'))
+    path.write_text(path.read_text().replace('"schema": 3, "hash"', '"schema": 4, "hash"'))
     with pytest.raises(ConfigError, match="newer mtplab"):
         store.rows(unit.point, "set aside")
     assert path.exists()

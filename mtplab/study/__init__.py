@@ -8,7 +8,7 @@ from mtplab.study.prompts import Prompt, PromptSet, load_prompts
 from mtplab.study.result import SweepResult
 from mtplab.study.row import DomainStats, ResultRow
 from mtplab.study.store import read_rows
-from mtplab.study.sweep import sweep
+from mtplab.study.sweep import engine_commands, sweep
 
 __all__ = [
     "DomainStats",
@@ -16,6 +16,7 @@ __all__ = [
     "PromptSet",
     "ResultRow",
     "SweepResult",
+    "engine_commands",
     "load_prompts",
     "read_rows",
     "sweep",

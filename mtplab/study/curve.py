@@ -22,7 +22,7 @@ __all__ = ["Curve"]
 MOST = 64  # depths
 _SETTING = ("checkpoint", "exclude_label", "quant_policy", "draft_quant_policy", "temperature", "prompt_set")
 # likewise, and told only where they differ
-_ALSO = ("n_prompts", "max_new_tokens", "model_format", "seed", "top_k", "top_p")
+_ALSO = ("engine", "n_prompts", "max_new_tokens", "model_format", "seed", "top_k", "top_p")
 
 
 @dataclass(frozen=True)

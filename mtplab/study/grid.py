@@ -26,14 +26,20 @@ from mtplab.study.target_quality import QualityTask
 from mtplab.study.worker import Unit, Variant
 
 __all__ = [
+    "SERVED",
     "Settings",
     "build_units",
     "check_depths",
     "exclusion_remark",
+    "policy_axis",
     "prompt_sets",
+    "temperature_axis",
     "weight_format",
 ]
 
+# what an engine reads of its hidden states is its own affair
+SERVED = "the engine's own"  # device and dtype of what it serves
+_OUR_OWN = {"draft_sampling": "greedy", "target_hidden": "post_norm", "draft_hidden": "post_norm"}
 PRESETS = ("published", "none")
 
 
@@ -89,6 +95,7 @@ def build_units(
     quality: bool = False,
     reference: Any = None,
     calibration: Any = None,
+    served: bool = False,
 ) -> list[Unit]:
     """The product of all axes, slowest first: exclusions, prompts, temperature, policy, draft's policy.
 
@@ -103,6 +110,8 @@ def build_units(
         quality: whether targets are to be judged beside the drafts.
         reference: the open, unquantised checkpoint that they are compared with; None takes `checkpoint` itself where
             it is unquantised, and else there is none.
+        served: the points are a serving engine's: what only mtplab's runner is asked for is set to one value, and what
+            only it refuses is let through.
 
     Raises:
         ConfigError, CheckpointError: as found at the edge, before anything runs.
@@ -112,18 +121,19 @@ def build_units(
     if encode is None and any(p.ids is None for s in sets for p in s.prompts):
         encode = tokenizer_encoder(folder)
     encoded = [(s, s.encoded(encode)) for s in sets]
-    policies = _policies("quant_policy", quant_policy)
+    policies = policy_axis("quant_policy", quant_policy)
     draft_policies = None
     if draft_quant_policy is not None:
-        draft_policies = _policies("draft_quant_policy", draft_quant_policy)
-    check_caches(checkpoint, policies, draft_policies, drafts=any(depths))
+        draft_policies = policy_axis("draft_quant_policy", draft_quant_policy)
+    if not served:
+        check_caches(checkpoint, policies, draft_policies, drafts=any(depths))
     asked = [*policies, *(draft_policies or [])]
     texts = calibration_ids(asked, lambda text: (encode or tokenizer_encoder(folder))(text), calibration)
-    temperatures = _distinct(_temperature(t) for t in axis("temperature", temperature))
+    temperatures = temperature_axis(temperature)
     engine, sampling = settings.engine, settings.sampling
-    spec = as_served(settings.spec, checkpoint.config)
+    spec = as_served(settings.spec, checkpoint.config) if not served else settings.spec.model_copy(update=_OUR_OWN)
     judge = _judge(checkpoint, identity, engine, reference) if quality else None
-    device = engine.device.split(":")[0]
+    device = SERVED if served else engine.device.split(":")[0]
     units = []
     for target_set, draft_set in _exclusions(exclude, draft_exclude):
         if target_set is None:  # as the model was loaded, or would be
@@ -136,7 +146,7 @@ def build_units(
         label = exclude_label(target_set, quantised)
         if draft_set is not None and draft_set != target_set:
             label += f" (draft: {exclude_label(draft_set, quantised)})"
-        remark = exclusion_remark(checkpoint, plan, target_set, draft_set)
+        remark = None if served else exclusion_remark(checkpoint, plan, target_set, draft_set)
         converts = checkpoint.quantization is None and any(module.weight == "fp8" for module in plan.modules)
         rounds = any(module.activation == "fp8" for module in plan.modules)
         for (prompts, ids), degree, policy in itertools.product(encoded, temperatures, policies):
@@ -151,9 +161,9 @@ def build_units(
                     # nothing is rounded nothing can be left unrounded
                     model_format=variant.model_format if converts else None,
                     activation_rounding=engine.activation_rounding and rounds,
-                    exact=engine.exact,
+                    exact=engine.exact and not served,
                     device=device,
-                    dtype=engine.dtype or ("float32" if device == "cpu" else str(stored_dtype(checkpoint.config))),
+                    dtype=SERVED if served else _computed_in(engine, checkpoint, device),
                     quant_policy=policy,
                     draft_quant_policy=draft_policy,
                     **(sampling.model_dump() | {"temperature": degree}),
@@ -173,6 +183,10 @@ def build_units(
                 task = None if judge is None else judge(config, target_plan)
                 units.append(Unit(config, variant, labels, depths, config.target_hash(target_plan), task))
     return units
+
+
+def _computed_in(engine: EngineConfig, checkpoint: Any, device: str) -> str:
+    return engine.dtype or ("float32" if device == "cpu" else str(stored_dtype(checkpoint.config)))
 
 
 def _judge(
@@ -290,7 +304,13 @@ def exclusion_remark(checkpoint: Any, plan: Any, *exclusions: Any) -> str | None
     )
 
 
-def _policies(name: str, value: Any) -> list[str]:
+def temperature_axis(value: Any) -> list[float]:
+    """Distinct temperatures. Raises ConfigError for what is none."""
+    return _distinct(_temperature(each) for each in axis("temperature", value))
+
+
+def policy_axis(name: str, value: Any) -> list[str]:
+    """Distinct policies by name. Raises ConfigError for what is none."""
     return _distinct(resolve_policy(item).name for item in axis(name, value))
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from mtplab.errors import CheckpointError
 
-__all__ = ["FULL_BELOW", "checkpoint_identity"]
+__all__ = ["FULL_BELOW", "checkpoint_identity", "file_identity"]
 
 FULL_BELOW = 256 * 1024 * 1024  # bytes
 SAMPLE = 4096  # bytes
@@ -49,6 +49,23 @@ def checkpoint_identity(checkpoint: Any, full_below: int = FULL_BELOW) -> str:
     except OSError as problem:
         raise CheckpointError(f"{problem.filename}: cannot be read ({problem.strerror})") from None
     return f"{'full' if full else 'sampled'}:{digest.hexdigest()}"
+
+
+def file_identity(path: Path, full_below: int = FULL_BELOW) -> str:
+    """`full:<sha256>` or, of a larger file, `sampled:<sha256>`: its size and 4 kB at each of 256 places.
+
+    Raises OSError.
+    """
+    digest, size = hashlib.sha256(), path.stat().st_size
+    if size < full_below:
+        _all_bytes(digest.update, path)
+        return f"full:{digest.hexdigest()}"
+    digest.update(f"{size}".encode())
+    with path.open("rb") as file:
+        for part in range(256):
+            file.seek((size - SAMPLE) * part // 255)
+            digest.update(file.read(SAMPLE))
+    return f"sampled:{digest.hexdigest()}"
 
 
 def checkpoint_folder(checkpoint: Any) -> Path:

@@ -14,7 +14,7 @@ from typing import Any
 from mtplab.errors import ConfigError, printable
 from mtplab.study.fields import fact_of
 from mtplab.study.row import ResultRow
-from mtplab.study.words import cache_words, follows, weights_words
+from mtplab.study.words import cache_words, engine_words, follows, weights_words
 
 __all__ = ["AXES", "Difference", "Matched", "Pair", "display_order", "match_rows"]
 
@@ -28,6 +28,7 @@ def _draft_cache(row: ResultRow) -> str:
 
 #: A setting's name in `by=` and `--by` -> (its name in tables, how a row has it). Depth is always one.
 AXES: dict[str, tuple[str, Read]] = {
+    "engine": ("engine", lambda row: engine_words(row.engine)),
     "checkpoint": ("checkpoint", lambda row: row.checkpoint),
     "exclusions": ("exclusions", lambda row: weights_words(row.exclude_label, row.model_format)),
     "cache": ("KV cache", lambda row: cache_words(row.quant_policy)),
@@ -77,11 +78,14 @@ _FACTS: dict[str, Read] = {
     "platform": _fact("platform"),
     "CPU": _fact("cpu"),
     "threads": _fact("threads"),
+    "engine's version": _fact("engine", "version"),
+    "requests at once": _fact("engine", "concurrency"),
 }
 # differ with these settings, which say it better
 _FOLLOWS = {
     "modules in FP8 (digest of the plan)": ("checkpoint", "exclusions"),
     "prompts' ids": ("prompts", "tokens", "checkpoint"),
+    **dict.fromkeys(("exact arithmetic", "computed in", "device", "activations rounded", "threads"), ("engine",)),
 }
 _UNKNOWN = "unknown"
 
@@ -232,6 +236,7 @@ def display_order(row: ResultRow) -> tuple[Any, ...]:
     """A key to sort rows by: what is least quantised first, so that the first row of a study is what the others are
     compared with; depths ascend within a setting."""
     return (
+        row.engine or "",
         row.checkpoint,
         row.prompt_set,
         row.n_prompts,

@@ -20,6 +20,7 @@ from mtplab.config import SamplingConfig
 
 __all__ = [
     "DRAFT_SETTINGS",
+    "EngineFacts",
     "POINT_SCHEMA",
     "QUALITY_SCHEMA",
     "TEXT_SEED",
@@ -38,6 +39,9 @@ QUALITY_SCHEMA = 1
 TEXT_SEED = 0
 _ARITHMETIC = {"exact", "device", "dtype"}
 
+# fields that came later, None in all points before
+_LATER = ("calibration", "engine")
+
 # of `SpecConfig`, what a run is told beside the depth and the cache policy
 DRAFT_SETTINGS = ("draft_sampling", "target_hidden", "draft_hidden")
 # what `generate` takes of a point, under the same names there
@@ -50,12 +54,30 @@ _DRAFT_ONLY = {"method", "plan", "excluded", "draft_excluded", "model_format", "
 }
 
 
+class EngineFacts(BaseModel):
+    """The serving engine of a point: None is not known, as all of an attached server but its name. `arguments` are what
+    it is started with beyond the settings, of paths the last part; `options` digests these whole, the words that start
+    it and the content of a file that it is given. Its version is no part of it: what is planned here may run on another
+    machine, and a row says which version gave it."""
+
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
+
+    name: str
+    concurrency: int
+    tp: int | None = None
+    ep: int | None = None
+    dp: int | None = None
+    arguments: tuple[str, ...] | None = None
+    options: str | None = None
+
+
 class PointConfig(BaseModel):
     """Everything that decides a point's numbers at a given depth, resolved.
 
     `plan` digests (module, weight, activation) over all modules, `excluded` and `draft_excluded` are the
     linear modules that the plan keeps out of W8A8, by their names on disk. `calibration` holds the ids of the texts
-    that calibrated cache policies take their scales from, None where neither policy is. `device` is a kind (`cpu`,
+    that calibrated cache policies take their scales from, None where neither policy is. `engine` is None for mtplab's
+    own runner. `device` is a kind (`cpu`,
     `cuda`), not an index, `dtype` what is computed in. `prompts` and `domains` run in parallel.
     """
 
@@ -86,6 +108,7 @@ class PointConfig(BaseModel):
     prompts: tuple[tuple[int, ...], ...]
     domains: tuple[str, ...]
     calibration: tuple[tuple[int, ...], ...] | None = None
+    engine: EngineFacts | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -121,6 +144,10 @@ class PointConfig(BaseModel):
         texts = {} if self.calibration is None else {"calibration": [list(ids) for ids in self.calibration]}
         return {name: getattr(self, name) for name in _RUN} | texts
 
+    def sampling(self) -> SamplingConfig:
+        """How tokens are chosen."""
+        return SamplingConfig.of(**{name: getattr(self, name) for name in SamplingConfig.model_fields})
+
     def target_hash(self, target_plan: str) -> str:
         """SHA-256 of what decides the target's output and what a draft reads of it: points that agree on it differ in
         their drafts only. `target_plan` digests what the plan makes of every module but the draft's."""
@@ -149,7 +176,7 @@ class PointConfig(BaseModel):
         which rows of two files are known to be over the same prompts."""
         long = {"prompts", "domains", "excluded", "draft_excluded", "calibration"}
         ids = digest_of(self.prompts)
-        found = self.model_dump(mode="json", exclude=long) | {"prompt_digest": ids}
+        found = _without_idle(self.model_dump(mode="json", exclude=long) | {"prompt_digest": ids})
         if self.calibration is not None:
             texts = digest_of(self.calibration)
             found["calibration"] = f"{len(self.calibration)} texts, {texts}"
@@ -162,8 +189,9 @@ def _calibrated(policy: Any) -> bool:
 
 
 def _without_idle(dumped: dict[str, Any]) -> dict[str, Any]:
-    """Calibration is left out where there is none, so that points from before there was any keep their hash."""
-    return {name: value for name, value in dumped.items() if name != "calibration" or value is not None}
+    """Calibration and engine are left out where there is none, so that points from before there was any keep their
+    hash."""
+    return {name: value for name, value in dumped.items() if name not in _LATER or value is not None}
 
 
 def canonical_json(value: Any) -> str:

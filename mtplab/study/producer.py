@@ -1,7 +1,7 @@
-"""One point at one depth, through the real runner or from the point's trace: settings in, a result row out.
+"""One point at one depth, through the real runner, from the point's trace or from an engine: settings in, a row out.
 
-The only module of this room that knows what a runner's result looks like. It does not know about files, other
-points or who asked. At temperature 0 both ways give the same numbers.
+The only module of this room that knows what a runner's or an engine's result looks like. It does not know about
+files, other points or who asked. At temperature 0 both ways give the same numbers.
 """
 
 from __future__ import annotations
@@ -12,15 +12,16 @@ from dataclasses import dataclass
 from functools import reduce
 from typing import TYPE_CHECKING, Any
 
+from mtplab.engines import Counts, Measured, Share
 from mtplab.study import provenance
 from mtplab.study.point import PointConfig, digest_of
-from mtplab.study.row import DomainStats, ResultRow, counts_of
+from mtplab.study.row import DomainStats, ResultRow, conditional_of, counts_of
 
 if TYPE_CHECKING:
     from mtplab.decode import AcceptanceStats
     from mtplab.study.acceptance import Acceptance
 
-__all__ = ["Labels", "error_row", "produce", "traced_row", "weight_facts"]
+__all__ = ["Labels", "error_row", "produce", "served_row", "traced_row", "weight_facts"]
 
 
 @dataclass(frozen=True)
@@ -100,6 +101,62 @@ def traced_row(acceptance: Acceptance, config: PointConfig, depth: int, labels: 
     )
 
 
+def served_row(found: Measured, config: PointConfig, depth: int, labels: Labels) -> ResultRow:
+    """The row of a depth from what a serving engine gave. What it does not export is None."""
+    counts = reduce(operator.add, (share.counts for share in found.shares))
+    per_position = _shares_of(counts, depth)
+    outputs = found.outputs
+    facts = provenance.collect(f"{found.engine}'s own", config.settings())
+    return ResultRow(
+        **_settings(config, depth, labels),
+        caveat=" · ".join(found.remarks) or None,
+        tokens=counts.tokens,
+        rounds=counts.rounds,
+        drafted=counts.drafted,
+        accepted=counts.accepted,
+        acceptance_length=counts.tokens / counts.rounds if counts.rounds else None,
+        per_position=per_position,
+        conditional=conditional_of(per_position),
+        by_domain=_served_domains(found.shares, config.domains, depth),
+        seconds=found.seconds,
+        tokens_per_second=counts.tokens / found.seconds if found.seconds > 0 else None,
+        output_hash=None if outputs is None else digest_of([list(ids) for ids in outputs]),
+        provenance=facts | {"threads": None, "engine": {"version": found.version, **found.facts}},
+    )
+
+
+def _shares_of(counts: Counts, depth: int) -> list[float | None]:
+    """Unconditional shares; all None where there are no rounds or positions are not counted."""
+    if not counts.rounds or counts.per_position is None:
+        return [None] * depth
+    return [count / counts.rounds for count in counts.per_position]
+
+
+def _served_domains(shares: Sequence[Share], domains: Sequence[str], depth: int) -> dict[str, DomainStats]:
+    """By domain, prompt by prompt where each was counted by itself; nothing where the engine does not count."""
+    if any(None in (x.counts.rounds, x.counts.drafted, x.counts.accepted) for x in shares):
+        return {}
+    groups: dict[str, list[Share]] = {}
+    for share in shares:
+        groups.setdefault(domains[share.prompts[0]], []).append(share)
+    found = {}
+    for domain, parts in groups.items():
+        counts, alone = [part.counts for part in parts], all(len(part.prompts) == 1 for part in parts)
+        total = reduce(operator.add, counts)
+        found[domain] = DomainStats(
+            tokens=total.tokens,
+            rounds=total.rounds,
+            drafted=total.drafted,
+            accepted=total.accepted,
+            acceptance_length=total.tokens / total.rounds if total.rounds else None,
+            per_position=_shares_of(total, depth),
+            prompt_rounds=[each.rounds for each in counts] if alone else [],
+            prompt_tokens=[each.tokens for each in counts] if alone else [],
+            prompt_accepted=[each.accepted for each in counts] if alone else [],
+        )
+    return found
+
+
 def weight_facts(model: Any, config: PointConfig) -> dict[str, Any]:
     """What a row says of the model that a trace was made with, JSON-ready: its bytes and its device."""
     return {"bytes": _bytes(model, config, model.state_bytes()), "device": str(model.device)}
@@ -118,6 +175,7 @@ def _settings(config: PointConfig, depth: int, labels: Labels) -> dict[str, Any]
     return {
         "point": config.hash(),
         "method": config.method,
+        "engine": None if config.engine is None else config.engine.name,
         "depth": depth,
         "temperature": config.temperature,
         "top_k": config.top_k,

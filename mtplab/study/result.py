@@ -18,7 +18,7 @@ from mtplab.study.interval import length_error
 from mtplab.study.number_table import Cell, number_lines, number_table, with_error
 from mtplab.study.row import ResultRow
 from mtplab.study.soundness import COLUMNS, quality_notes, quality_numbers
-from mtplab.study.words import cache_words, follows, prompts_words, weights_words
+from mtplab.study.words import cache_words, engine_words, follows, prompts_words, weights_words
 
 if TYPE_CHECKING:
     from mtplab.study.trace import Trace
@@ -27,6 +27,7 @@ __all__ = ["SweepResult"]
 
 # column -> how a row shows it; a column on which all rows agree goes above the table
 _COLUMNS = {
+    "engine": lambda row: engine_words(row.engine),
     "checkpoint": lambda row: row.checkpoint,
     "exclusions": lambda row: weights_words(row.exclude_label, row.model_format),
     "KV cache": lambda row: cache_words(row.quant_policy),
@@ -165,6 +166,8 @@ class SweepResult:
             if name in _ALWAYS or len(values) > 1:
                 if not same_as_target:
                     shown.append(name)
+            elif name == "engine" and values == {"mtplab": None}:
+                pass  # its own runner is not worth a word
             elif values and not same_as_target and name != "checkpoint":  # which stands above the table anyway
                 shared.append(f"{name} {next(iter(values))}")
         return shown, shared
@@ -176,6 +179,7 @@ class SweepResult:
             labels.setdefault(row.point, {})[weights_words(row.exclude_label, row.model_format)] = None
         same = dict.fromkeys(" and ".join(group) for group in labels.values() if len(group) > 1)
         own = dict.fromkeys(f"{row.exclude_label}: {row.remark}" for row in self.rows if row.remark)
+        own |= dict.fromkeys(f"{_named(row)}: {row.caveat}" for row in self.rows if row.caveat)
         shown = ((row, domain) for row in self.rows for domain in (row.by_domain if by_domain else [None]))
         chance = [_PLUS_MINUS] if any(length_error(row, domain) for row, domain in shown) else []
         chance = quality_notes(self.rows, columns=not by_domain) + chance
@@ -203,17 +207,20 @@ class SweepResult:
                 lines.append([*key[1:], *([] if domain is None else [domain]), *own, *cells])
         if by_domain:
             names = [*names, "domain"]
-        errors = [
-            f"{_COLUMNS['exclusions'](row)} · {cache_words(row.quant_policy)} · T {row.temperature:g} · "
-            f"depth {row.depth}: {row.error}"
-            for row in self.failed
-        ]
+        errors = [f"{_named(row)}: {row.error}" for row in self.failed]
         errors = list(dict.fromkeys(errors))  # two labels can share a point, and its failure
         checkpoints = dict.fromkeys(row.checkpoint for row in self.rows if "checkpoint" not in names)
         tokens = dict.fromkeys(map(prompts_words, self.rows))
         common = " · ".join([*checkpoints, *shared, *tokens]) or "no rows"
         judges: list[Cell] = [*([_BYTES] if sized else []), *([] if judged is None else COLUMNS)]
         return _Table(common, [*names, *judges, *(f"d={depth}" for depth in depths)], lines, len(names), errors)
+
+
+def _named(row: ResultRow) -> str:
+    """A row, where something is said of it alone."""
+    engine = f"{engine_words(row.engine)} · " if row.engine else ""
+    weights = _COLUMNS["exclusions"](row)
+    return f"{engine}{weights} · {cache_words(row.quant_policy)} · T {row.temperature:g} · depth {row.depth}"
 
 
 def _cell(row: ResultRow | None, domain: str | None = None) -> Cell:

@@ -19,10 +19,10 @@ from mtplab.errors import ConfigError
 if TYPE_CHECKING:
     from mtplab.decode import AcceptanceStats
 
-__all__ = ["QUALITY_FIELDS", "ROW_SCHEMA", "DomainStats", "ResultRow", "counts_of"]
+__all__ = ["QUALITY_FIELDS", "ROW_SCHEMA", "DomainStats", "ResultRow", "conditional_of", "counts_of"]
 
-# 2 brought the target's quality; rows of schema 1 are read as they are
-ROW_SCHEMA = 2
+# 2 brought the target's quality, 3 rows of serving engines; older rows are read as they are
+ROW_SCHEMA = 3
 
 QUALITY_FIELDS = (
     "kl",
@@ -81,6 +81,12 @@ class DomainStats(_Frozen):
         return self
 
 
+def conditional_of(per_position: Sequence[float | None]) -> list[float | None]:
+    """Conditional shares from unconditional ones; None where no round got that far, or nothing is known."""
+    pairs = zip(per_position, [1.0, *per_position], strict=False)  # each beside the one before it
+    return [None if now is None or not last else now / last for now, last in pairs]
+
+
 def counts_of(stats: AcceptanceStats) -> dict[str, Any]:
     """Counts, length and shares under the names a row and its domains have for them."""
     return {
@@ -106,7 +112,14 @@ class ResultRow(_Frozen):
     `seconds` is the wall time of the run without its prefill and `tokens_per_second` is `tokens / seconds`; a trace has
     every depth from one decoding, so both are None there. `output_hash` is the
     SHA-256 of the emitted ids: at temperature 0 it must not depend on the depth. `remark` is what a reader must know
-    about the settings. A row with an `error` carries no numbers.
+    about the settings, `caveat` what the measurement must say of itself (other people's requests among the counts). A
+    row with an `error` carries no numbers.
+
+    `engine` names the serving engine that gave the numbers (None: mtplab's own runner). Its settings are what it was
+    started with, or is said to have been; what it does not export is None here, also where a row of ours always has a
+    number, and it exports no bytes. Its `seconds` are of all requests, prefill and waiting included, some of them at
+    once; its `drafted` and `accepted` are by its own definition (`mtplab/engines`), which may count a last round's
+    drafts beyond the end of the text; `tokens` and so `acceptance_length` never do.
 
     The target's quality, which every row of one target shares: `kl` is KL(reference ‖ target) in nats per token, the
     mean over the tokens of `quality_text`, `kl_error` half its 95 % interval over texts, `top1_agreement` the share of
@@ -117,9 +130,10 @@ class ResultRow(_Frozen):
     asked for.
     """
 
-    schema_version: Literal[1, 2] = Field(ROW_SCHEMA, alias="schema")
+    schema_version: Literal[1, 2, 3] = Field(ROW_SCHEMA, alias="schema")
     point: str
     method: Literal["run", "trace"]
+    engine: str | None = None
     checkpoint: str
     depth: Annotated[int, Field(ge=0, le=16)]
     temperature: Annotated[float, Field(ge=0.0)]
@@ -161,6 +175,7 @@ class ResultRow(_Frozen):
     quality_note: str | None = None
     output_hash: str | None = None
     remark: str | None = None
+    caveat: str | None = None
     error: str | None = None
     provenance: dict[str, Any] = Field(default_factory=dict)
 
@@ -171,7 +186,7 @@ class ResultRow(_Frozen):
         if self.error is not None:
             return self
         missing = [n for n in ("tokens", "rounds", "drafted", "accepted") if getattr(self, n) is None]
-        if missing:
+        if missing and self.engine is None:
             raise ValueError(f"a row without an error needs {', '.join(missing)}")
         if len(self.per_position) != self.depth or len(self.conditional) != self.depth:
             raise ValueError(
@@ -179,6 +194,8 @@ class ResultRow(_Frozen):
                 f"conditional {len(self.conditional)}"
             )
         _check_shares(self)
+        if self.engine is None and self.rounds and None in self.per_position:
+            raise ValueError(f"per_position is {self.per_position}, but there are {self.rounds} rounds")
         return self
 
     def to_json(self) -> str:
@@ -222,5 +239,7 @@ def _check_shares(found: DomainStats | ResultRow) -> None:
         length is not None and not math.isclose(length * found.rounds, found.tokens, rel_tol=1e-9)
     ):
         raise ValueError(f"acceptance_length is {length}, but there are {found.tokens} tokens in {found.rounds} rounds")
-    if any((share is None) == bool(found.rounds) for share in found.per_position):
+    shares = [share is not None for share in found.per_position]
+    # an engine that counts rounds need not count positions
+    if shares and (any(shares) if not found.rounds else any(shares) != all(shares)):
         raise ValueError(f"per_position is {found.per_position}, but there are {found.rounds} rounds")

@@ -43,6 +43,7 @@ _FACTS: dict[str, type] = {
     "platform": str,
     "cpu": str,
     "device": str,
+    "engine": dict,
     "cores": int,
     "threads": int,
 }

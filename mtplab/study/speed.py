@@ -111,7 +111,7 @@ def _line(x: np.ndarray, y: np.ndarray) -> np.ndarray:
 
 def _alike(row: Any) -> tuple[Any, ...]:
     """What two rows share whose seconds can be compared."""
-    names = ("checkpoint", "method", "prompt_set", "n_prompts", "max_new_tokens", "temperature")
+    names = ("checkpoint", "engine", "method", "prompt_set", "n_prompts", "max_new_tokens", "temperature")
     return *(field_of(row, name) for name in names), fact_of(row, "device")
 
 

@@ -23,10 +23,10 @@ from mtplab.errors import ConfigError, printable
 from mtplab.study.point import PointConfig, digest_of
 from mtplab.study.row import ResultRow
 
-__all__ = ["FILE_SCHEMA", "PointStore", "is_point_file", "read_rows", "write_atomically"]
+__all__ = ["FILE_SCHEMA", "PointStore", "is_point_file", "read_rows", "results_folder", "write_atomically"]
 
-# 2 holds rows of schema 2; an older mtplab must say that it is too old, and not set the file aside
-FILE_SCHEMA = 2
+# that of the rows it holds; an older mtplab must say that it is too old, and not set the file aside
+FILE_SCHEMA = 3
 _POINT_NAME = re.compile(r"[0-9a-f]{64}\.json")
 
 
@@ -53,7 +53,7 @@ class PointStore:
     def rows(self, point: str, unreadable: Literal["skip", "warn", "set aside"] = "skip") -> dict[int, ResultRow]:
         """depth -> row of a point, errors included; empty when there is none yet.
 
-        An unreadable file counts as none. Only who holds the point's lock may ask for it to be set aside:
+        An unreadable file counts as none. Only who holds the lock of its rows may ask for it to be set aside:
         anybody else could move a good file that has just taken its place. Raises `ConfigError` for a file
         that a newer mtplab wrote.
         """
@@ -78,8 +78,24 @@ class PointStore:
                 warnings.warn(printable(f"{path}: not a readable result ({reason}); left out"), stacklevel=3)
             return {}
 
+    def kept(self, point: str) -> dict[int, ResultRow]:
+        """`rows`, an unreadable file being set aside: for who is about to compute what is not there."""
+        with self._rows_lock(point):
+            return self.rows(point, "set aside")
+
     def write(self, config: PointConfig, rows: Iterable[ResultRow]) -> None:
-        """Replaces the point's file; only for who holds its lock."""
+        """Puts rows into the point's file, in place of those of their depths; only for who holds the lock of what they
+        answer. The depths of a point may be several processes' (an engine's servers): what others have put there since
+        stays."""
+        with self._rows_lock(config.hash()):
+            known = self.rows(config.hash(), "set aside")
+            self._replace(config, (known | {row.depth: row for row in rows}).values())
+
+    def _rows_lock(self, point: str) -> contextlib.AbstractContextManager[bool]:
+        """Of a point's file itself, held for no longer than reading and writing takes."""
+        return self.lock(f"{point}.rows", wait=True)
+
+    def _replace(self, config: PointConfig, rows: Iterable[ResultRow]) -> None:
         ordered = sorted(rows, key=lambda row: row.depth)
         content = {
             "schema": FILE_SCHEMA,

@@ -13,13 +13,29 @@ from typing import Any
 
 from mtplab.study.fields import field_of
 
-__all__ = ["DEPTH", "LENGTH", "cache_words", "follows", "prompts_words", "ranges", "signed", "weights_words"]
+__all__ = [
+    "DEPTH",
+    "LENGTH",
+    "cache_words",
+    "engine_words",
+    "follows",
+    "prompts_words",
+    "ranges",
+    "signed",
+    "weights_words",
+]
 
 #: what an axis calls them
 DEPTH = "Draft depth k (draft tokens per round)"
 LENGTH = "Acceptance length (tokens per round)"
 
 _DRAFT = re.compile(r"(?P<target>.*) \(draft: (?P<draft>.*)\)", re.DOTALL)
+
+
+def engine_words(engine: str | None) -> str:
+    """What ran a row (`ResultRow.engine`): an engine's name, or `mtplab` for its own runner; a server of mtplab's own
+    is told from that."""
+    return {None: "mtplab", "mtplab": "mtplab serve"}.get(engine, engine)
 
 
 def weights_words(label: str, model_format: str | None) -> str:

@@ -1,5 +1,7 @@
 """One unit of a sweep's work: a point, at the depths asked for, from lock to file.
 
+A point on a serving engine is a unit a depth, for each depth is another server.
+
 Runs wherever an executor puts it; everything it takes and gives can be pickled except the callbacks, which
 only an in-process run has. It does not know the grid, the labels of other points, or how progress is shown.
 """
@@ -8,15 +10,16 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from mtplab.engines import ServerSlot, Serving
 from mtplab.errors import MtplabError
 from mtplab.study.fields import fact_of
 from mtplab.study.point import PointConfig
-from mtplab.study.producer import Labels, error_row, produce
+from mtplab.study.producer import Labels, error_row, produce, served_row
 from mtplab.study.row import ResultRow
 from mtplab.study.store import PointStore
 from mtplab.study.target_quality import QualityMeter, QualityTask, TargetQuality
@@ -62,15 +65,27 @@ class Unit:
     """A point to be run at `depths`, under the labels it was first asked for with."""
 
     config: PointConfig
-    variant: Variant
+    variant: Variant | None  # None where an engine serves what is not at hand
     labels: Labels
     depths: tuple[int, ...]
     target: str  # equal for units whose targets do the same
     quality: QualityTask | None = None  # None leaves the target's quality out
+    serving: Serving | None = None  # the engine's server, of the unit's one depth; None runs mtplab's own model
+    engine_version: str | None = None  # where it is known before it is asked
 
     @property
     def point(self) -> str:
         return self.config.hash()
+
+    @property
+    def key(self) -> str:
+        """What nobody else may be at while this unit is: a point, or one depth of it on an engine."""
+        return self.point if self.serving is None else f"{self.point}.{self.depths[0]}"
+
+    @property
+    def source(self) -> str:
+        """Equal for units that one loaded model, or one server, serves."""
+        return self.variant.key if self.serving is None else self.serving.key
 
 
 @dataclass(frozen=True)
@@ -106,16 +121,23 @@ class ModelSlot:
     def key(self) -> str | None:
         return self._key
 
+    def close(self) -> None:
+        """Lets go of the model."""
+        self._key = self._model = None
+
     def get(self, variant: Variant, hooks: Hooks) -> tuple[Any, float]:
         """The variant's model, and the seconds that loading it took (0.0 when it was there)."""
         key = variant.key
         if self._key == key:
             return self._model, 0.0
-        self._key = self._model = None
+        self.close()
         started = time.monotonic()
         self._model = hooks.loader()(variant.path, **variant.arguments())
         self._key = key
         return self._model, time.monotonic() - started
+
+
+Slot = ModelSlot | ServerSlot
 
 
 @dataclass
@@ -152,7 +174,7 @@ class CancelFile:
 def work(
     unit: Unit,
     store: PointStore,
-    slot: ModelSlot,
+    slot: Slot,
     hooks: Hooks,
     cancel: Any,
     wait: bool = False,
@@ -160,16 +182,17 @@ def work(
     on_round: OnRound | None = None,
     meter: QualityMeter | None = None,
     on_quality: Callable[[], None] | None = None,
+    on_start: Callable[[], None] | None = None,
 ) -> Outcome:
     """Brings a point's file up to date at the unit's depths.
 
     A depth that is on disk without an error is read back, and where the target's quality is asked for and is not in it,
     that alone is added. The first depth that fails is recorded with its error and ends the point; a later sweep tries
     it again. `on_row(row, reused, outcome)` is called as each row is there, `on_round(depth, progress)` after each
-    round of the runner, `on_quality()` before the target is judged.
+    round of the runner, `on_quality()` before the target is judged, `on_start()` before a server is waited for.
     """
     outcome = Outcome()
-    maker = _Maker(unit, store, slot, hooks, cancel, outcome)
+    maker = _Maker(unit, store, slot, hooks, cancel, outcome, on_start)
 
     def take(row: ResultRow, reused: bool) -> None:
         if unit.quality is None and reused:
@@ -182,7 +205,7 @@ def work(
 
     point = unit.point
     on_disk = store.rows(point)
-    if all(_finished(on_disk, depth) for depth in unit.depths):
+    if all(_finished(unit, on_disk, depth) for depth in unit.depths):
         done = all(_judged(unit, on_disk[depth]) for depth in unit.depths)
         if done or not store.writable():
             unknown = TargetQuality.failed("the results folder cannot be written")
@@ -190,14 +213,14 @@ def work(
                 row = on_disk[depth]
                 take(row if _judged(unit, row) else row.with_quality(unknown.row_fields(), unknown.about()), True)
             return outcome
-    with _owned(store, point, wait, cancel) as held:
+    with _owned(store, unit.key, wait, cancel) as held:
         if not held:
             outcome.busy = True
             outcome.cancelled = cancel.is_set()
             return outcome
         # another process may have finished depths between the look and the lock
-        rows = store.rows(point, "set aside")
-        missing = [depth for depth in unit.depths if not _finished(rows, depth)]
+        rows = store.kept(point)
+        missing = [depth for depth in unit.depths if not _finished(unit, rows, depth)]
         bare = [depth for depth in unit.depths if depth not in missing and not _judged(unit, rows[depth])]
         for depth in unit.depths:
             if depth not in missing and depth not in bare:
@@ -213,18 +236,16 @@ def work(
             spent = (time.monotonic() - started) / len(unit.depths)
             judged = {depth: rows[depth].with_quality(found.row_fields(), found.about()) for depth in bare}
             if found.key and bare:  # a failure must not take the place of what was measured against another reference
-                rows |= judged
-                store.write(unit.config, rows.values())
+                store.write(unit.config, judged.values())
                 outcome.judged |= set(bare)
             for depth in bare:
                 take(judged[depth], True)
-        made = maker.traced if unit.config.method == "trace" else maker.run
+        made = maker.served if unit.serving else maker.traced if unit.config.method == "trace" else maker.run
         for new in made(missing, on_round):
             if found is not None:
                 new = [row if row.error else row.with_quality(found.row_fields(), found.about()) for row in new]
                 outcome.seconds |= {row.depth: outcome.seconds[row.depth] + spent for row in new}
-            rows |= {row.depth: row for row in new}
-            store.write(unit.config, rows.values())
+            store.write(unit.config, new)
             for row in new:
                 take(row, False)
     return outcome
@@ -236,10 +257,11 @@ class _Maker:
 
     unit: Unit
     store: PointStore
-    slot: ModelSlot
+    slot: Slot
     hooks: Hooks
     cancel: Any
     outcome: Outcome
+    on_start: Callable[[], None] | None = None
 
     def model(self, variant: Variant) -> Any:
         """A variant's model; what loading it took is noted."""
@@ -325,6 +347,32 @@ class _Maker:
             self.outcome.seconds[row.depth] = (time.monotonic() - started) / len(rows)
         yield rows
 
+    def served(self, depths: list[int], on_round: OnRound | None) -> Iterator[list[ResultRow]]:
+        """The unit's depth, from its server."""
+        for depth in depths:
+            if self.cancel.is_set():
+                self.outcome.cancelled = True
+                return
+            started = time.monotonic()
+            if self.on_start is not None and self.slot.key != self.unit.serving.key:
+                self.on_start()
+            try:
+                running, loading = self.slot.get(self.unit.serving, self.cancel)
+                self.outcome.load_seconds += loading
+                started = time.monotonic()
+                config = self.unit.config
+                found = running.measure(
+                    config.prompts, config.domains, depth, config.sampling(), self.cancel, _at(on_round, depth)
+                )
+                row = served_row(found, config, depth, self.unit.labels)
+            except Exception as problem:
+                if self.cancel.is_set():
+                    self.outcome.cancelled = True
+                    return
+                row = self._failed(depth, problem)
+            self.outcome.seconds[depth] = time.monotonic() - started
+            yield [row]
+
     def _failed(self, depth: int, problem: Exception) -> ResultRow:
         return error_row(self.unit.config, depth, self.unit.labels, one_line(problem))
 
@@ -337,13 +385,19 @@ def _at(on_round: OnRound | None, depth: int) -> Callable[[Any], None] | None:
 _mine = threading.local()
 
 
-def remote_work(unit: Unit, folder: str, hooks: Hooks, cancel_path: str, wait: bool) -> Outcome:
-    """`work` inside an executor's worker; each worker thread keeps the last model it loaded, and what
-    references said."""
+def remote_work(units: Sequence[Unit], folder: str, hooks: Hooks, cancel_path: str, wait: bool) -> list[Outcome]:
+    """`work` on units of one source inside an executor's worker. Each worker thread keeps the last model it loaded, and
+    what references said; a server ends with the units that it was started for."""
+    store, cancel = PointStore(folder), CancelFile(cancel_path)
+    if units[0].serving is not None:
+        slot = ServerSlot()
+        try:
+            return [work(unit, store, slot, hooks, cancel, wait=wait) for unit in units]
+        finally:
+            slot.close()
     if not hasattr(_mine, "slot"):
         _mine.slot, _mine.meter = ModelSlot(), QualityMeter()
-    cancel = CancelFile(cancel_path)
-    return work(unit, PointStore(folder), _mine.slot, hooks, cancel, wait=wait, meter=_mine.meter)
+    return [work(unit, store, _mine.slot, hooks, cancel, wait=wait, meter=_mine.meter) for unit in units]
 
 
 def one_line(problem: BaseException) -> str:
@@ -353,8 +407,12 @@ def one_line(problem: BaseException) -> str:
     return text if isinstance(problem, MtplabError) else f"{type(problem).__name__}: {text}"
 
 
-def _finished(rows: dict[int, ResultRow], depth: int) -> bool:
-    return depth in rows and rows[depth].error is None
+def _finished(unit: Unit, rows: dict[int, ResultRow], depth: int) -> bool:
+    """Whether a depth is there: without an error, and of this version of the engine as far as both are known."""
+    if depth not in rows or rows[depth].error is not None:
+        return False
+    found = fact_of(rows[depth], "engine", "version")
+    return None in (found, unit.engine_version) or found == unit.engine_version
 
 
 def _judged(unit: Unit, row: ResultRow) -> bool:

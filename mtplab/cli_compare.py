@@ -31,8 +31,15 @@ def compare(
         typer.Option(
             metavar="NAMES",
             help="Settings that rows must agree on, with commas between, whatever else differs: depth alone, or "
-            "exclusions, cache, draft-cache, temperature, top-k, top-p, seed, prompts, tokens, checkpoint, method.  "
-            "[default: all but those that have one value in each file, and not the same]",
+            "exclusions, cache, draft-cache, temperature, top-k, top-p, seed, prompts, tokens, checkpoint, engine, "
+            "method.  [default: all but those that have one value in each file, and not the same]",
+        ),
+    ] = None,
+    between: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="Of one source, the rows with each value of this setting against those with the first: engine, say.",
         ),
     ] = None,
     fail_below: Annotated[
@@ -61,6 +68,7 @@ def compare(
       mtplab compare old=rows.jsonl new=results/after -o compare.html
       mtplab compare results/before results/after --fail-below 0.05 --markdown > compare.md
       mtplab compare results/int8 results/fp8 --by depth --json
+      mtplab compare results/tiny-qwen3_5 --between engine
     """
     if markdown and as_json:
         raise ConfigError("--markdown and --json both print on stdout: give one of them")
@@ -69,7 +77,7 @@ def compare(
     from mtplab.report.comparison import compare as run
 
     paths, called = zip(*map(_named, sources), strict=True)
-    found = run(*paths, names=called, by=None if by is None else names("--by", [by]))
+    found = run(*paths, names=called, by=None if by is None else names("--by", [by]), between=between)
     if as_json:
         print_json(found.to_dict())
     elif markdown:

@@ -300,3 +300,8 @@ def test_a_policy_keeps_its_colour_whatever_else_is_drawn():
         assert len(set(colours.values())) == len(policies)
     assert len(set(policy_colours(["unquantised", *(f"p{i}" for i in range(9))]).values())) == 10
     assert set(policy_colours([f"p{i}" for i in range(12)]).values()) == set(SERIES)
+
+
+def test_one_depth_alone_has_its_own_tick():
+    (axes,) = axes_of(acceptance_by_depth([row(depth=2)]))
+    assert [tick.get_text() for tick in axes.get_xticklabels()] == ["2"] and axes.get_xlim() == (1.5, 2.5)

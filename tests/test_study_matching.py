@@ -72,7 +72,7 @@ def test_by_names_what_must_agree_and_nothing_else():
     assert told(found) == {"exclusions": ("published", "all BF16", 1), "KV cache": ("unquantised", "int4", 1)}
     found = match_rows(base, rows(depths=(2,), policies=("int8", "none"), excludes=("*",)), by=["cache"])
     assert [p.settings for p in found.pairs] == [{"KV cache": "unquantised"}, {"KV cache": "int8"}]
-    with pytest.raises(ConfigError, match="no setting 'colour' to match by; there are depth, checkpoint, exclusions"):
+    with pytest.raises(ConfigError, match="no setting 'colour' to match by; there are depth, engine, checkpoint"):
         match_rows(base, other, by=["colour"])
 
 

@@ -16,7 +16,7 @@ from mtplab.report.text import escape
 from mtplab.study.fields import has_length
 from mtplab.study.frame import frame
 from mtplab.study.interval import Change, change, holm
-from mtplab.study.matching import Difference, Matched, Pair, match_rows
+from mtplab.study.matching import AXES, Difference, Matched, Pair, display_order, match_rows
 from mtplab.study.row import QUALITY_FIELDS, ResultRow
 from mtplab.study.rowfile import rows_of_source
 from mtplab.study.soundness import faults
@@ -191,6 +191,7 @@ def compare(
     *sources: Any,
     names: Sequence[str | None] | None = None,
     by: Iterable[str] | str | None = None,
+    between: str | None = None,
 ) -> Comparison:
     """Puts result files side by side: the first is the baseline, every other one is compared with it.
 
@@ -204,17 +205,38 @@ def compare(
             `mtplab.sweep` returned, or a list of rows.
         names: what tables call them, one each; None takes the file's name.
         by: settings to match on instead (`mtplab.study.matching.AXES`), all others may differ; depth always counts.
+        between: one of these settings, which takes the place of files: the rows of one source with each value of it are
+            one side, the first of them the baseline (`between="engine"`: what ran here against what engines gave).
 
     Raises:
-        ConfigError: fewer than two sources, something that is none, or a file with two rows where one is looked for.
+        ConfigError: fewer than two sources, something that is none, or a file with two rows where one is looked for;
+            with `between`, more than one source, a setting that is none or has one value only.
     """
+    on = [by] if isinstance(by, str) else None if by is None else list(by)
+    if between is not None:
+        return Comparison(_sides(sources, names, between), on)
     if len(sources) < 2:
         raise ConfigError(f"{len(sources)} source{'s' * (len(sources) != 1)} to compare; give a baseline and another")
     wanted = list(names) if names is not None else [None] * len(sources)
     if len(wanted) != len(sources) or not all(name is None or (isinstance(name, str) and name) for name in wanted):
         raise ConfigError(f"names is {names!r:.80}; expected {len(sources)} names, or None for a file's own")
     given = [_source(each, name, at) for at, (each, name) in enumerate(zip(sources, wanted, strict=True))]
-    return Comparison(_told_apart(given), [by] if isinstance(by, str) else None if by is None else list(by))
+    return Comparison(_told_apart(given), on)
+
+
+def _sides(sources: Sequence[Any], names: Sequence[str | None] | None, between: str) -> list[Source]:
+    """One source's rows, apart by a setting."""
+    if len(sources) != 1 or (names is not None and any(names)):
+        raise ConfigError(f"between {between!r:.40} puts the rows of one source side by side; {len(sources)} are given")
+    if between not in AXES:
+        raise ConfigError(f"there is no setting {between!r:.40} to compare between; there are {', '.join(AXES)}")
+    rows = sorted(_source(sources[0], None, 0).rows, key=display_order)
+    sides: dict[str, list[ResultRow]] = {}
+    for row in rows:
+        sides.setdefault(AXES[between][1](row), []).append(row)
+    if len(sides) < 2:
+        raise ConfigError(f"all rows have {between} {next(iter(sides))}; expected two values of it or more")
+    return [Source(name, found) for name, found in sides.items()]
 
 
 def _source(given: Any, name: str | None, at: int) -> Source:

@@ -125,7 +125,8 @@ def _verdict(against: Against) -> str:
     same = sum(point.change is not None and not point.compared and point.pair.depth > 0 for point in against.points)
     alike = f" {same} further points are equal, prompt by prompt." if same and compared else ""
     if not compared:
-        return f"Acceptance length: all {same} points with drafts are equal, prompt by prompt." if same else ""
+        which = f"all {same} points with drafts are" if same > 1 else "the one point with drafts is"
+        return f"Acceptance length: {which} equal, prompt by prompt." if same else ""
     beyond = [point for point in compared if point.beyond]
     count, outside = len(compared), len(beyond)
     if not beyond:

@@ -17,7 +17,7 @@ from mtplab.report.row_sizes import kv_bytes, weight_bytes
 from mtplab.report.rows import Record, as_records, at_temperature, besides, weights_label
 from mtplab.report.text import human_bytes
 from mtplab.study.fields import fact_of, has_length
-from mtplab.study.hint import faint_draft
+from mtplab.study.hint import faint_draft, faint_server
 from mtplab.study.interval import change_error
 from mtplab.study.numbers import NATS
 from mtplab.study.soundness import CRITERION, kl_words, sentences
@@ -97,7 +97,9 @@ class Conclusion(Findings):
     def _faint(self) -> Finding:
         """A draft that is hardly ever right is no finding about depth: something is wrong with it."""
         drafted = [r for r in self._reference_line().values() if r["depth"]]
-        said = faint_draft(drafted[-1]["per_position"], drafted[-1]["rounds"]) if drafted else ""
+        last = drafted[-1] if drafted else None
+        hint = faint_draft if last is None or last.get("engine") is None else faint_server
+        said = hint(last["per_position"], last["rounds"]) if last is not None else ""
         return Finding(said, "Drafts that fail")
 
     def _length(self) -> Finding | None:
@@ -241,7 +243,7 @@ def _machine(record: Record) -> str:
 def _weights(record: Record) -> str:
     words = weights_label(record)
     whole = {"published": "the published exclusions", "all BF16": "everything in BF16", "all FP8": "everything in FP8"}
-    whole["as stored"] = "the weights as stored"
+    whole |= {"as stored": "the weights as stored", "as served": "the weights as served"}
     if "(draft: " in words:
         return words
     return whole.get(words, f"{words} kept out of FP8")

@@ -6,6 +6,7 @@ model; what a row lacks is left out of the drawing and said in the alt text.
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 from typing import Any
 
@@ -147,7 +148,8 @@ def _shown(series: dict[str, list[Record]]) -> str:
         parts.append(f"exclusions: {plot_label(weights.pop(), 30)}")
     if len(policies) == 1:
         parts.append(f"KV cache: {plot_label(policies.pop(), 30)}")
-    return ", ".join([*parts, _temperature(series)])
+    # broken where it would run into a legend beside the chart
+    return textwrap.fill(", ".join([*parts, _temperature(series)]), 62)
 
 
 def acceptance_by_depth(rows: Any, temperature: float | None = None) -> Picture:
@@ -177,7 +179,11 @@ def acceptance_by_depth(rows: Any, temperature: float | None = None) -> Picture:
         bars = [(at, value, r["length_error"]) for at, value, r in zip(x, y, found, strict=True) if r["length_error"]]
         if bars:
             signs.bars(axes, found[0], *zip(*bars, strict=True))
+    depths = {record["depth"] for found in series.values() for record in found}
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    if len(depths) == 1:  # else the axis would be of the shift between lines
+        axes.set_xlim(min(depths) - 0.5, max(depths) + 0.5)
+        axes.set_xticks(sorted(depths))
     axes.set_ylim(bottom=min(1.0, *axes.get_ylim()))
     signs.legend(figure)
     return Picture(figure, _depth_alt(series))
@@ -214,7 +220,11 @@ def acceptance_by_position(rows: Any, depth: int | None = None, temperature: flo
     if not depths:
         return Picture(nothing_drawn(figure, left, right), "Acceptance by position: there are no rows with a draft.")
     chosen = depth if depth in depths else depths[-1]
-    found = [record for rows_ in series.values() for record in rows_ if record["depth"] == chosen]
+    at_depth = [record for rows_ in series.values() for record in rows_ if record["depth"] == chosen]
+    # an engine may count rounds and no positions; rows without rounds have none either, and stay in the legend
+    found = [r for r in at_depth if not r.get("rounds") or any(s is not None for s in r.get("per_position") or [])]
+    if not found:
+        return Picture(nothing_drawn(figure, left, right), "Acceptance by position: no row has any.")
     signs = Signs(found)
     for index, record in enumerate(found):
         shift = side_by_side(index, len(found))

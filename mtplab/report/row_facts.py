@@ -11,6 +11,7 @@ from datetime import UTC, datetime
 from mtplab.report.text import plain
 from mtplab.study.fields import fact_of
 from mtplab.study.row import ResultRow
+from mtplab.study.words import engine_words
 
 __all__ = ["row_facts"]
 
@@ -27,6 +28,7 @@ def row_facts(rows: Sequence[ResultRow]) -> dict[str, str]:
         "Sampling": _each(rows, _sampling),
         "Measured by": _each(rows, _method),
         "Measured": " to ".join(dict.fromkeys(map(_moment, (dates[0], dates[-1])))) if dates else "",
+        "To be known": _each(rows, lambda row: plain(row.caveat or "")),
         "Commit": _each(rows, lambda row: _of(row, "commit")),
         "Versions": _each(rows, _versions),
         "Machine": _each(rows, _machine),
@@ -65,6 +67,9 @@ def _sampling(row: ResultRow) -> str:
 
 
 def _method(row: ResultRow) -> str:
+    if row.engine is not None:
+        version, counted = _of(row, "engine", "version"), _of(row, "engine", "counted")
+        return f"{engine_words(row.engine)}{' ' * bool(version)}{version}, counted {counted or 'by the server'}"
     return "a trace: one decoding for all depths" if row.method == "trace" else "a run at every depth"
 
 

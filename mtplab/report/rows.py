@@ -14,7 +14,7 @@ from mtplab.study.fields import fact_of, has_length
 from mtplab.study.interval import length_error
 from mtplab.study.soundness import faults
 from mtplab.study.speed import odd_timings
-from mtplab.study.words import cache_words, weights_words
+from mtplab.study.words import cache_words, engine_words, weights_words
 
 __all__ = [
     "LABELS",
@@ -80,7 +80,11 @@ def _name_lines(records: list[Record]) -> None:
     several = any(len({_origin(record) for record in found}) > 1 for found in files.values())
     # some are set to one value at temperature 0, where nothing looks at them: that tells no lines apart
     alike = _grouped(records, lambda record: (record.get("source"), record.get("temperature"))).values()
-    also = [key for key in _TELLING if any(len({str(r.get(key)) for r in found}) > 1 for found in alike)]
+    # whose numbers they are is told wherever any are not of mtplab's own runner
+    also = ["engine"] if any(record.get("engine") is not None for record in records) else []
+    # how an engine computes is its own: its name has told that already
+    alike = [same for found in alike for same in _grouped(found, lambda record: record.get("engine")).values()]
+    also += [key for key in _TELLING if any(len({str(r.get(key)) for r in found}) > 1 for found in alike)]
     also += [key for key in _TELLING_FACTS if any(len(_known(found, key)) > 1 for found in alike)]
     for same in _grouped(records, lambda record: (record.get("source"), _origin(record))).values():
         # one name for two contents: the checkpoint changed between two sweeps
@@ -130,11 +134,13 @@ def _origin(record: Mapping[str, Any]) -> str:
 def _told(key: str, value: Any) -> str:
     if key == "max_new_tokens":
         return f"{value} tokens"
-    return str(value) if key in ("method", "prompt_set") else f"{key} {value}"
+    return str(value) if key in ("engine", "method", "prompt_set") else f"{key} {value}"
 
 
 def _value(record: Mapping[str, Any], key: str) -> Any:
     """A setting, or a fact of the row's point."""
+    if key == "engine":
+        return engine_words(record.get("engine"))
     return record[key] if key in record else fact_of(record, "config", key)
 
 

@@ -229,9 +229,9 @@
     ["KL, nats per token", (row) => row.kl == null ? "–" : (row.target_fault == null ? "" : "⚠ ") + measured(row.kl, row.kl_error)],
     ["Top-1 as unquantised", (row) => percent(row.top1_agreement)],
     ["Perplexity", (row) => row.perplexity == null ? "–" : (row.kl == null && row.target_fault != null ? "⚠ " : "") + number(row.perplexity) + (row.reference_perplexity ? ` (×${number(row.perplexity / row.reference_perplexity, 3)})` : "")],
-    ["Accepted", (row) => row.drafted ? percent(row.accepted / row.drafted) : "–"], ["Draft 1", (row) => percent((row.per_position || [])[0])],
+    ["Accepted", (row) => row.drafted && row.accepted != null ? percent(row.accepted / row.drafted) : "–"], ["Draft 1", (row) => percent((row.per_position || [])[0])],
     ["Tokens / s", (row) => number(row.tokens_per_second, 0) + (row.odd_timing == null ? "" : " (busy)")], ["Rounds", (row) => number(row.rounds, 0)], ["Tokens", (row) => number(row.tokens, 0)],
-    ["KV B/token as deployed", (row) => number(row.kv_bytes_per_token, 0)], ["Weights, MB", (row) => number((row.target_weight_bytes + row.draft_weight_bytes) / 1e6)],
+    ["KV B/token as deployed", (row) => number(row.kv_bytes_per_token, 0)], ["Weights, MB", (row) => row.target_weight_bytes == null ? "–" : number((row.target_weight_bytes + row.draft_weight_bytes) / 1e6)],
   ];
   const AT_ONCE = 100; // rows of the table that are made before the next frame, a screenful and more
   let filled = "", coming = 0;
@@ -268,7 +268,7 @@
     const { row } = point, view = $("view").value, title = document.createElement("b");
     title.textContent = clean(point.group.name);
     const text = BY_DEPTH[view]
-      ? `depth ${row.depth}: ${plusMinus(row)} tokens per round, ${row.accepted} of ${row.drafted} drafts accepted in ${row.rounds} rounds`
+      ? `depth ${row.depth}: ${plusMinus(row)} tokens per round, ${row.accepted == null ? "" : `${row.accepted} of ${row.drafted} drafts accepted `}in ${row.rounds} rounds`
         + (row.kl == null ? "" : `; target ${measured(row.kl)} nats per token from the unquantised one, top-1 ${percent(row.top1_agreement)}`)
         + (row.target_fault == null ? "" : " ⚠ broken target")
         + (row.tokens_per_second == null ? "" : `; ${number(row.tokens_per_second, 0)} tokens per second`)

@@ -15,7 +15,7 @@ PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup
 STRIP := $(BIN)/nbstripout --extra-keys "metadata.papermill cell.metadata.papermill"
 
 .DEFAULT_GOAL := help
-.PHONY: help venv report test test-fast lab lint format bench peers bench-peers kernels-report pins clean distclean
+.PHONY: help venv report test test-fast lab lint format bench peers bench-peers engines kernels-report pins clean distclean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -50,6 +50,9 @@ peers: $(STAMP) ## llama.cpp and vLLM, each into an environment of its own under
 
 bench-peers: $(STAMP) ## depths 0 to 8 in llama.cpp, in vLLM and in one trace; skips what make peers has not installed
 	$(BIN)/python -m mtplab.bench peers
+
+engines: $(STAMP) ## install llama.cpp and vLLM as make peers does, serve the bundled model in each, sweep and compare
+	$(BIN)/python -m mtplab.bench engines --install --pip-flags "$(PIP_FLAGS)"
 
 kernels-report: $(STAMP) ## compile every kernel for every GPU; writes kernels/README.md's table
 	env -u TRITON_INTERPRET $(BIN)/python -m mtplab.kernels.compile_report

@@ -1,6 +1,7 @@
 """`python -m mtplab.bench speed`: the table of `make bench`. `… products`: matrix products of few rows on a CPU.
 `… kernels`: FP8 kernels on a GPU. `… convert`: checkpoints written anew, GB a second and memory. `… peers`: llama.cpp
-and vLLM on the bundled model, with options of its own (`… peers --help`)."""
+and vLLM on the bundled model, with options of its own (`… peers --help`). `… engines`: both as servers of a sweep,
+likewise."""
 
 from __future__ import annotations
 
@@ -31,8 +32,12 @@ def main(argv: list[str] | None = None) -> int:
         from mtplab.bench.peers import command
 
         return command.main(given[1:])
+    if given[:1] == ["engines"]:
+        from mtplab.bench.engines import command as engines
+
+        return engines.main(given[1:])
     parser = argparse.ArgumentParser(prog="python -m mtplab.bench", description=__doc__)
-    parser.add_argument("what", choices=["speed", "products", "kernels", "convert", "peers"])
+    parser.add_argument("what", choices=["speed", "products", "kernels", "convert", "peers", "engines"])
     parser.add_argument("--data", type=Path, default=ROOT / "data", help="folder with the bundled checkpoints")
     parser.add_argument("--threads", type=positive, default=1)
     parser.add_argument("--tokens", type=positive, default=128)

@@ -32,10 +32,11 @@ from mtplab.errors import ConfigError, MtplabError
 from mtplab.models import Model, load_model
 from mtplab.study.trace import Trace, trace
 
-__all__ = ["main"]
+__all__ = ["BUNDLED", "depths_of", "endless", "gguf", "job_of", "main"]
 
 ROOT = Path(__file__).resolve().parents[3]
 HERE = Path(__file__).resolve().parent
+BUNDLED = "tiny-qwen3_5"
 DEPTHS = range(9)
 # seconds that ours are to take less, in times: one prompt at a time, at its best batching, and with restarts
 ALONE, BATCHED, RESTARTED = 10.0, 4.0, 20.0
@@ -115,7 +116,7 @@ class _Bench:
     def __init__(self, args: argparse.Namespace, there: dict[str, Path]) -> None:
         torch.set_num_threads(args.threads)
         self.args, self.there = args, there
-        self.path = args.data.resolve() / "tiny-qwen3_5"
+        self.path = args.data.resolve() / BUNDLED
         self.model = load_model(self.path)
         self.prompts = endless(self.model, all_prompts(args.data / "prompts"), args.prompts, args.tokens)
         self.keeper = Keeper(args.work, args.fresh)
@@ -176,7 +177,7 @@ class _Bench:
         """Seconds one prompt at a time and at the best of the batches, with a BF16 file, and the rounds of prompts that
         ran alone in float32."""
         python, args = self.there["llamacpp"], self.args
-        files = {kind: self._gguf(python, kind) for kind in ("float32", "bf16")}
+        files = {kind: gguf(python, kind, args.data, args.work) for kind in ("float32", "bf16")}
         command = [str(python), str(HERE / "workers" / "run_llamacpp.py")]
         alone, batched, rounds, reported, leads = {}, {}, {}, {}, None
         for depth in args.depths:
@@ -237,17 +238,7 @@ class _Bench:
         return found
 
     def _job(self, name: str, depth: int, batch: int) -> dict[str, Any]:
-        args = self.args
-        return {
-            "prompts": self.prompts,
-            "tokens": args.tokens,
-            "depth": depth,
-            "batch": batch,
-            "threads": args.threads,
-            "counts": False,
-            "requirements": list(PEERS[name].requirements) if name in PEERS else [],
-            "weights": digest_of(self.path / "model.safetensors"),
-        }
+        return job_of(self.args, self.prompts, name, depth, batch)
 
     def _result(self, name: str, command: list[str], job: dict[str, Any], env: dict[str, str] | None = None) -> dict:
         """What is kept of the job, or what running it gives."""
@@ -265,20 +256,36 @@ class _Bench:
         self.versions[engine] = number
         return result
 
-    def _gguf(self, python: Path, kind: str) -> Path:
-        """The bundled checkpoint as llama.cpp reads it, written anew where the checkpoint or its recipe changed."""
-        recipe = self.args.data.resolve() / "recipe" / "peers" / "to_gguf.py"
-        inputs = (self.path / "model.safetensors", recipe)
-        target = self.args.work.resolve() / f"{kind}-{'-'.join(digest_of(x)[:12] for x in inputs)}.gguf"
-        if not target.is_file():
-            target.parent.mkdir(parents=True, exist_ok=True)
-            part = target.with_suffix(".tmp")
-            command = [str(python), str(recipe), str(self.path), str(part), kind]
-            done = subprocess.run(command, capture_output=True, text=True)
-            if done.returncode:
-                raise MtplabError(f"{recipe} failed: {done.stderr.strip()[-500:]}")
-            part.replace(target)
-        return target
+
+def job_of(args: argparse.Namespace, prompts: list[list[int]], name: str, depth: int, batch: int) -> dict[str, Any]:
+    """A worker's job but for its model; what it gave is kept for this very job."""
+    return {
+        "prompts": prompts,
+        "tokens": args.tokens,
+        "depth": depth,
+        "batch": batch,
+        "threads": args.threads,
+        "counts": False,
+        "requirements": list(PEERS[name].requirements) if name in PEERS else [],
+        "weights": digest_of(args.data.resolve() / BUNDLED / "model.safetensors"),
+    }
+
+
+def gguf(python: Path, kind: str, data: Path, work: Path) -> Path:
+    """The bundled checkpoint as llama.cpp reads it, in `work`, written anew where the checkpoint or its recipe changed.
+    Raises MtplabError where llama.cpp's environment cannot."""
+    recipe, source = data.resolve() / "recipe" / "peers" / "to_gguf.py", data.resolve() / BUNDLED
+    inputs = (source / "model.safetensors", recipe)
+    target = work.resolve() / f"{kind}-{'-'.join(digest_of(x)[:12] for x in inputs)}.gguf"
+    if not target.is_file():
+        target.parent.mkdir(parents=True, exist_ok=True)
+        part = target.with_suffix(".tmp")
+        command = [str(python), str(recipe), str(source), str(part), kind]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode:
+            raise MtplabError(f"{recipe} failed: {done.stderr.strip()[-500:]}")
+        part.replace(target)
+    return target
 
 
 def _race(race: Race) -> dict[str, Any]:

@@ -6,22 +6,21 @@ Found by glob, never listed. Parameters that set how much work is done are turne
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import nbformat
 import pytest
 
-from mtplab.report.execute import parameter_names
+from mtplab import load_model
+from mtplab.report.execute import execute, parameter_names
+from mtplab.server import serve
 
 REPO = Path(__file__).resolve().parent.parent
 NOTEBOOKS = sorted((REPO / "notebooks").glob("**/*.ipynb"))
 
 #: A notebook that has one of these parameters gets the small value.
-SMALL = {"prompts_per_domain": "1", "max_new_tokens": "8", "max_depth": "2"}
+SMALL = {"prompts_per_domain": 1, "max_new_tokens": 8, "max_depth": 2, "text_tokens": 72, "groups": "layer"}
 CELL_LIMIT = 180  # seconds
 
 
@@ -29,19 +28,28 @@ def test_there_are_notebooks():
     assert NOTEBOOKS
 
 
+@pytest.fixture
+def server(bundled):
+    """A small one, for a notebook that asks servers."""
+    with serve(load_model(bundled), depth=2) as running:
+        yield running
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_notebook_runs(path, tmp_path):
+def test_notebook_runs(path, tmp_path, request, monkeypatch):
     known = parameter_names(path)
-    options = [word for name, value in SMALL.items() if name in known for word in ("-p", name, value)]
+    parameters = {name: value for name, value in SMALL.items() if name in known}
     if "results" in known:
-        options += ["-p", "results", str(tmp_path / "results")]
+        parameters["results"] = str(tmp_path / "results")
+    if "servers" in known:
+        parameters["servers"] = [request.getfixturevalue("server").url]
+    # of the kernel, a process of its own; papermill in this one
+    monkeypatch.setenv("PYTHONPATH", str(REPO))
     executed = tmp_path / path.name
-    command = [sys.executable, "-m", "papermill", str(path), str(executed), *options]
-    command += ["--cwd", str(path.parent), "--execution-timeout", str(CELL_LIMIT), "--no-progress-bar"]
-    environment = {**os.environ, "PYTHONPATH": str(REPO)}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=540, env=environment)
-    assert done.returncode == 0, done.stderr[-3000:]
+    execute(
+        path, executed, parameters, cwd=path.parent, execution_timeout=CELL_LIMIT, on_progress=lambda *told: None
+    )
     book = nbformat.read(executed, as_version=4)
     code = [cell for cell in book.cells if cell.cell_type == "code"]
     assert all(cell.execution_count for cell in code)
@@ -50,6 +58,9 @@ def test_notebook_runs(path, tmp_path):
     assert noise == []
     said = [output.text for cell in code for output in cell.outputs if output.get("name") == "stdout"]
     # what loading takes, before anything else is said
+    if "servers" in known:
+        shown = "".join(str(output.get("data")) for cell in code for output in cell.outputs)
+        assert "every text is that of mtplab's runner, token for token" in shown.replace("&#x27;", "'")
     assert re.search(r": (weights .* in the files\)|no model is loaded; )", said[0])
 
 

@@ -11,6 +11,8 @@ from importlib import import_module
 import pytest
 
 from mtplab.cli import main
+from mtplab.engines.attach import Attached
+from mtplab.engines.engine import Known
 from tests.report_fakes import rows, write_results
 
 
@@ -27,6 +29,9 @@ def up_to_the_work(repo, tmp_path, monkeypatch):
     # what sweeps and reports of a reader's own have left
     for name in ("before", "after", "tiny-qwen3_5"):
         write_results(tmp_path / "results" / name, rows(depths=range(3), policies=("none",)))
+    mine = rows(depths=range(3), policies=("none",))
+    theirs = [row.model_copy(update={"engine": "vllm", "point": f"{row.point} on vllm"}) for row in mine]
+    write_results(tmp_path / "results" / "both", [*mine, *theirs])
     for policy in ("int8", "fp8"):
         write_results(tmp_path / "results" / policy, rows(range(3), (policy,), ("published",)))
     (tmp_path / "rows.jsonl").write_text("".join(each.to_json() + "\n" for each in rows(range(3))))
@@ -42,12 +47,27 @@ def up_to_the_work(repo, tmp_path, monkeypatch):
     monkeypatch.setattr("mtplab.checkpoint.convert.quantize.Partial", stop)
     monkeypatch.setattr("mtplab.report.page.Page.render", stop)
 
+    # every engine is installed
+    monkeypatch.setattr("shutil.which", lambda name: name)
+    depths = iter((3, 8))
+
+    def recognised(address, settings):
+        # of several servers each is at a depth of its own
+        depth = next(depths) if len(settings.addresses) > 1 else 3
+        return Attached(address, "vllm", "m", Known(depth=depth), settings.limits, settings.key_variable)
+
+    monkeypatch.setattr("mtplab.engines.attach._recognised", recognised)
+    monkeypatch.setattr(Attached, "encode", lambda server, text: [1])
+
     def run(line: str, capsys) -> None:
+        # a folder in which a sweep has left its rows and an engine's
+        line = line.replace("results/tiny-qwen3_5 --between", "results/both --between")
         words = shlex.split(line.split(" > ")[0], comments=True)
         assert words[0] == "mtplab"
         code = main(words[1:])
         err = capsys.readouterr().err
-        done = words[1] in ("doctor", "audit", "advise", "compare") and code == 0  # which run nothing
+        runs_nothing = words[1] in ("doctor", "audit", "advise", "compare") or "--print-commands" in words
+        done = runs_nothing and code == 0
         assert done or (code == 1 and "Reached" in err), f"{line}\n{err}"
 
     return run
@@ -76,7 +96,7 @@ def test_an_example_that_asks_for_what_is_not_there_is_found(up_to_the_work, cap
 
 PAGES = (
     "README.md", "CONTRIBUTING.md", "notebooks/README.md", "data/README.md", "docs/depth.md", "docs/compare.md",
-    "docs/cache.md",
+    "docs/cache.md", "docs/engines.md",
 )  # fmt: skip
 
 

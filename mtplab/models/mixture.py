@@ -6,6 +6,7 @@ Knows nothing of files or names, nor of how experts multiply (`quant/experts.py`
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from mtplab.models.spec import MixtureSpec
 from mtplab.quant.experts import Experts
 from mtplab.quant.linear import PackedLinear
 
-__all__ = ["Mixture"]
+__all__ = ["Mixture", "leave_experts_uncompiled"]
 
 
 class Mixture(Part):
@@ -78,7 +79,6 @@ class Mixture(Part):
         outside = torch.ones_like(grouped[..., 0], dtype=torch.bool).scatter_(-1, best, False)
         return grouped.masked_fill(outside.unsqueeze(-1), -torch.inf).flatten(-2)
 
-    @torch.compiler.disable
     def _add_experts(self, out: Tensor, x: Tensor, weights: Tensor, chosen: Tensor) -> None:
         """out [m, hidden] += the chosen experts [m, top_k] by their weights."""
         routing = route(chosen, self.spec.count)
@@ -96,3 +96,13 @@ class Mixture(Part):
 
     def _other(self, value: Any, swap: Swap, experts: SwapExperts) -> Any:
         return experts(value, self.spec) if value is self.experts else super()._other(value, swap, experts)
+
+
+@cache
+def leave_experts_uncompiled() -> None:
+    """Tells torch.compile to call the experts as they are: how many rows each has is not known when it compiles.
+
+    Called before anything is compiled, and no decorator: `torch.compiler.disable` loads all of torch.compile, which
+    takes as long as loading torch itself.
+    """
+    Mixture._add_experts = torch.compiler.disable(Mixture._add_experts)

@@ -172,7 +172,7 @@ class Model:
 
 
 def load_model(
-    path: str | Path,
+    path: str | Path | Checkpoint,
     device: str | torch.device = "cpu",
     dtype: str | torch.dtype | None = None,
     exclude: str | list[str] | None = None,
@@ -188,7 +188,7 @@ def load_model(
     """Load a checkpoint and its MTP head.
 
     Args:
-        path: folder with config.json and safetensors.
+        path: folder with config.json and safetensors, or what `open_checkpoint` gave of one.
         device: "cpu", "cuda", …
         dtype: compute dtype; float32 on a CPU and the checkpoint's on a GPU by default.
         exclude: modules of the target kept from FP8: globs over names on disk, or "published" or "none".

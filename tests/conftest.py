@@ -19,6 +19,7 @@ import ipaddress
 import random
 import shutil
 import socket
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -26,6 +27,10 @@ import hypothesis
 import numpy as np
 import pytest
 import torch
+
+# nbformat's jsonschema loads it to check addresses, which no notebook's schema has, and it takes a second to put its
+# grammar together; without it jsonschema leaves that out
+sys.modules["rfc3987_syntax"] = None  # type: ignore[assignment]
 
 REPO = Path(__file__).resolve().parent.parent
 MARKERS = {

@@ -61,6 +61,7 @@ def test_a_row_does_not_depend_on_the_rows_beside_it(kind, n, k):
         assert torch.equal(product.add_to(residual[:m], x[:m]), added[:m]), m
 
 
+@pytest.mark.xdist_group("torch.compile")
 @pytest.mark.parametrize("operator", [True, False], ids=["operator", "without the operator"])
 def test_half_compiled(monkeypatch, operator):
     """Also where torch no longer has the product as an operator of tensors."""

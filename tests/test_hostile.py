@@ -24,7 +24,6 @@ def used(folder: Path) -> str:
     """The first error of opening, planning and reading the checkpoint, or ""; within the bounds of time and memory."""
     open_checkpoint(qwen_fp8(folder.parent / "warm")).dequantize(MODULE)  # what is imported on first use
     # a collection goes through all that earlier tests left, which is no fault of this file: what it makes is still seen
-    gc.collect()
     gc.freeze()
     begun = time.thread_time()
     said = _use(folder)

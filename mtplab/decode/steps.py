@@ -18,6 +18,7 @@ from torch import Tensor
 from mtplab.decode.state import RunState
 from mtplab.models import Model
 from mtplab.models.attend import KEY_BLOCK
+from mtplab.models.mixture import leave_experts_uncompiled
 from mtplab.models.passes import PassMaker
 from mtplab.models.rows import pad_rows, round_up, row_count
 
@@ -69,6 +70,7 @@ def _compiled_for(model: Model) -> tuple[Callable, Callable, Callable]:
     """The steps compiled for this model alone."""
     if model not in _compiled:
         torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _RECOMPILE_LIMIT)
+        leave_experts_uncompiled()
         for part in filter(None, (model.target, model.draft)):
             for linear in part.linears():
                 linear.prepare_compiled()

@@ -28,7 +28,7 @@ report: $(STAMP) ## run the main notebook on the bundled model; prints the path 
 test: $(STAMP) ## every test: unit, end to end, notebooks, browser
 	$(PYTEST) $(PYTEST_FLAGS)
 
-test-fast: $(STAMP) ## what fits into four minutes
+test-fast: $(STAMP) ## all but what is slow or needs a browser: seven minutes
 	$(PYTEST) -m "not slow and not browser" $(PYTEST_FLAGS)
 
 lab: $(STAMP) ## open the notebooks in JupyterLab

@@ -4,10 +4,12 @@ import asyncio
 import dataclasses
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 import mtplab
+import study_fakes
 from fake_engine import FakeEngine, in_a_thread, rounds_of
 from mtplab.engines import Attach, Limits, ServerSlot, client
 from mtplab.engines.client import Client
@@ -183,3 +185,35 @@ def test_a_server_that_runs_already_is_to_be_started_anew_by_its_owner(monkeypat
         engine.prompt_tokens = 10**6
         with pytest.raises(FiguresFull, match="vLLM: its vllm:prompt_tokens_total is 1e.06.*; start the server anew"):
             measured(engine)
+
+
+class Counting(ThreadPoolExecutor):
+    """How many futures there were; `dies` loses what each gave, as a worker that is killed at its end does."""
+
+    def __init__(self, dies: bool = False):
+        super().__init__(2)
+        self.futures, self.dies = 0, dies
+
+    def submit(self, work, *arguments):
+        self.futures += 1
+
+        def done():
+            found = work(*arguments)
+            if self.dies:
+                raise RuntimeError("the worker is gone")
+            return found
+
+        return super().submit(done)
+
+
+@pytest.mark.parametrize("dies", [False, True], ids=["lives", "dies"])
+def test_one_future_is_all_that_a_server_does_and_what_it_had_done_is_there(tmp_path, dies):
+    found = study_fakes.make_checkpoint(tmp_path / "fake")
+    with FakeEngine(1) as one, FakeEngine(3) as other, Counting(dies) as executor:
+        engine = Attach(addresses=(one.url, other.url), limits=Limits(request=5.0, attempts=1))
+        settings = {"depths": [1, 3], "temperature": [0, 0.5], "max_new_tokens": TOKENS, "results": tmp_path / "r"}
+        rows = mtplab.sweep(found, PROMPTS, engine=engine, executor=executor, **settings).rows
+    assert executor.futures == 2  # a server each, both temperatures in it
+    assert [(row.temperature, row.depth, row.error) for row in rows] == [
+        (0.0, 1, None), (0.0, 3, None), (0.5, 1, None), (0.5, 3, None)
+    ]  # fmt: skip

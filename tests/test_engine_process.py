@@ -17,7 +17,8 @@ import pytest
 
 from mtplab.engines import Launch, ServerSlot
 from mtplab.engines.guardian import processes
-from mtplab.engines.launch import launch_version, launched
+from mtplab.engines.installed import launch_version
+from mtplab.engines.launch import launched
 from mtplab.engines.process import EngineProcess
 from mtplab.errors import ConfigError, MtplabError
 from tests.misbehaving_engine import KEY, Fake, fake, measure, opened, wanted

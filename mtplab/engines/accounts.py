@@ -48,7 +48,7 @@ def caught_up(counted: Look, answers: Sequence[Answer]) -> bool:
 
 
 def traffic(counted: Look, answers: Sequence[Answer]) -> Traffic | None:
-    """What is more than ours; None where nothing is, or nothing can be known (`knows_traffic`)."""
+    """What is more than ours; None where nothing is, or nothing can be known."""
     tokens = sum(answer.completion_tokens + answer.prompt_tokens for answer in answers)
     theirs = None
     if counted.generation_tokens is not None:

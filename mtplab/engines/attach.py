@@ -59,8 +59,15 @@ class Attached:
     def depth(self) -> int | None:
         return self.known.depth
 
-    def contradiction(self, quant_policy: str, draft_quant_policy: str) -> str | None:
-        """What the server says of itself against what a point is said to be; None where nothing does."""
+    def contradiction(self, quant_policy: str, draft_quant_policy: str, exclusions: str | None = None) -> str | None:
+        """What the server says of itself against what a point is said to be; None where nothing does. `exclusions`: the
+        label of what is kept out of FP8, None where nobody says."""
+        told = self.known.exclusions
+        if None not in (told, exclusions) and told != exclusions:
+            return (
+                f"exclusions are {exclusions!r:.80}, and {self.title} at {self.address} was started with {told!r:.80}; "
+                "give what it was started with, or another server"
+            )
         for name, asked in (("quant_policy", quant_policy), ("draft_quant_policy", draft_quant_policy)):
             told = getattr(self.known, name)
             # names that one word of the engine's stands for may differ; of two without a word nothing is alike

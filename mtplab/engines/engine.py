@@ -168,12 +168,6 @@ class Engine:
         """What a server says of itself, from its answers to `about_paths` (those that it gave) and its figures."""
         return Known()
 
-    @staticmethod
-    def token_ids(choice: Mapping[str, Any]) -> tuple[int, ...] | None:
-        """`ids` of a choice that has them as `token_ids`. Raises NotAnAnswer."""
-        found = choice.get("token_ids")
-        return None if found is None else whole_numbers(found, "token_ids")
-
     def model(self, models: Any) -> list[str]:
         """Names of the models that a server has, from its `/v1/models`. Raises NotAnAnswer."""
         data = models.get("data") if isinstance(models, dict) else None
@@ -221,7 +215,7 @@ class Engine:
         if not isinstance(choices, list) or len(choices) != 1:
             raise NotAnAnswer("it has no choices of one element")
         choice, usage = object_of(choices[0], "choice"), object_of(body.get("usage"), "usage")
-        ids, completion = self.ids(choice, body), count_of(usage, "completion_tokens")
+        ids, completion = self.ids(choice), count_of(usage, "completion_tokens")
         if ids is not None and len(ids) != completion:
             raise NotAnAnswer(f"it has {len(ids)} ids, and its usage counts {completion} tokens")
         counts = self.own_counts(body, choice, completion, depth)
@@ -244,9 +238,10 @@ class Engine:
             return Counts(0, 0, 0, 0, (0,) * depth)
         return self.counts(body, choice, tokens, depth)
 
-    def ids(self, choice: Mapping[str, Any], body: Mapping[str, Any]) -> tuple[int, ...] | None:
-        """The completion's tokens; None where the engine gives none. Raises NotAnAnswer."""
-        return None
+    def ids(self, choice: Mapping[str, Any]) -> tuple[int, ...] | None:
+        """The completion's tokens, as `token_ids` of its choice; None where it gives none. Raises NotAnAnswer."""
+        found = choice.get("token_ids")
+        return None if found is None else whole_numbers(found, "token_ids")
 
     def counts(self, body: Mapping[str, Any], choice: Mapping[str, Any], tokens: int, depth: int) -> Counts | None:
         """What the engine counted for this request alone, of `tokens` tokens after the first one. Raises
@@ -314,7 +309,7 @@ class Engine:
 
     def arguments(self, wanted: Wanted, settings: Launch, name: str, port: int) -> list[str]:
         """The engine's arguments after its program, `settings.arguments` not among them."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{self.title} is attached only: nothing starts it")
 
     def environment(self) -> dict[str, str]:
         """Variables that it is started with, beside ours."""

@@ -1,4 +1,4 @@
-"""Which version of an engine is installed, found without starting it.
+"""Whether an engine is installed, and in which version, found without starting it.
 
 Asks the Python that the engine's program belongs to what is installed beside it. Knows no engine by name.
 """
@@ -14,7 +14,7 @@ from pathlib import Path
 from mtplab.engines.registry import engine_of
 from mtplab.engines.settings import Launch
 
-__all__ = ["launch_version"]
+__all__ = ["launch_version", "program_of", "remedy"]
 
 _SECONDS = 30.0
 _PYTHON = re.compile(r"python[\d.]*")
@@ -36,8 +36,7 @@ except PackageNotFoundError:
 def launch_version(settings: Launch) -> str | None:
     """The version of the engine's Python package where its program is; None where it cannot be told. Raises ConfigError
     for an engine that is not known."""
-    engine = engine_of(settings.engine)
-    program = shutil.which((settings.command or engine.program_here())[0])
+    engine, program = engine_of(settings.engine), program_of(settings)
     python = None if program is None or engine.package is None else _python_of(Path(program))
     if python is None:
         return None
@@ -53,6 +52,17 @@ def launch_version(settings: Launch) -> str | None:
         return None
     said = done.stdout.decode("utf-8", "replace").strip()
     return said if re.fullmatch(r"[\w.+!-]{1,64}", said) else None
+
+
+def program_of(settings: Launch) -> str | None:
+    """The file that starts the engine on this machine; None where there is none."""
+    return shutil.which((settings.command or engine_of(settings.engine).program_here())[0])
+
+
+def remedy(settings: Launch) -> str:
+    """What to do where there is no `program_of`."""
+    whole = f"/where/it/is/{' '.join(engine_of(settings.engine).program)}"
+    return f"install it, or say what starts it (command= of a Launch, or --engine-command), such as '{whole}'"
 
 
 def _python_of(program: Path) -> Path | None:

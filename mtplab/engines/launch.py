@@ -16,13 +16,12 @@ from typing import Any
 
 from mtplab.engines.clean import key_of
 from mtplab.engines.engine import Engine, Wanted, check
-from mtplab.engines.installed import launch_version
 from mtplab.engines.registry import engine_of
 from mtplab.engines.serving import Running
 from mtplab.engines.settings import Launch
 from mtplab.errors import ConfigError
 
-__all__ = ["Launched", "launch_version", "launched"]
+__all__ = ["Launched", "launched"]
 
 
 @dataclass(frozen=True)

@@ -63,9 +63,6 @@ class Own(Engine):
     def request(self, model: str, ids: Any, sampling: Any, seed: int) -> dict[str, Any]:
         return super().request(model, ids, sampling, seed) | {"return_token_ids": True}
 
-    def ids(self, choice: Mapping[str, Any], body: Mapping[str, Any]) -> tuple[int, ...] | None:
-        return whole_numbers(choice.get("token_ids"), "token_ids")
-
     def counts(self, body: Mapping[str, Any], choice: Mapping[str, Any], tokens: int, depth: int) -> Counts | None:
         spec = choice.get("spec_decode")
         if not isinstance(spec, dict):

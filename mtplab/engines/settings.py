@@ -6,19 +6,21 @@ by name, and contacts nobody.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, get_args
 from urllib.parse import urlsplit
 
 from pydantic import Field, ValidationError, field_validator
 
 from mtplab.config import FrozenConfig
+from mtplab.engines.clean import bracketed
 from mtplab.errors import ConfigError
 
 __all__ = ["KEY_VARIABLE", "LAUNCHED", "Attach", "Launch", "Limits", "engine_settings"]
 
 #: where an API key is looked for unless told otherwise; the key itself is never in a setting
 KEY_VARIABLE = "MTPLAB_API_KEY"
-LAUNCHED = ("vllm", "sglang", "lmdeploy", "llamacpp", "mtplab")
+_Launched = Literal["vllm", "sglang", "lmdeploy", "llamacpp", "mtplab"]
+LAUNCHED: tuple[str, ...] = get_args(_Launched)
 Seconds = Annotated[float, Field(gt=0, le=7 * 24 * 3600)]
 
 
@@ -75,7 +77,7 @@ class Launch(_Settings):
     given in place of the checkpoint, for engines that read another format (a GGUF). `tp`, `ep`, `dp`: degrees of
     tensor, expert and data parallelism. `start`: seconds until it must answer; `stop`: seconds it is given to end."""
 
-    engine: Literal["vllm", "sglang", "lmdeploy", "llamacpp", "mtplab"]
+    engine: _Launched
     command: tuple[str, ...] | None = None
     arguments: tuple[str, ...] = ()
     served: str | None = None
@@ -100,11 +102,6 @@ class Launch(_Settings):
             raise ValueError("expected a program and its arguments, such as ('vllm', 'serve')")
         return value
 
-    @classmethod
-    def by_name(cls, name: str) -> Self:
-        """Of an engine with everything else as it is by default. Raises ConfigError for a name that is none."""
-        return cls.of(engine=name)
-
 
 def engine_settings(given: Any) -> Attach | Launch:
     """What `engine=` means: an address or several, an engine's name, or settings as they are.
@@ -119,9 +116,9 @@ def engine_settings(given: Any) -> Attach | Launch:
                 f"engine is {given!r:.60}; expected a server's address (http://host:port), or one of "
                 f"{', '.join(LAUNCHED)} to start it"
             )
-        return Launch.by_name(given)
+        return Launch(engine=given)
     if isinstance(given, str | list | tuple):
-        return Attach.of(addresses=given)
+        return Attach(addresses=given)
     raise ConfigError(
         f"engine is {given!r:.60}; expected a server's address or several, an engine's name, an Attach or a Launch"
     )
@@ -141,7 +138,6 @@ def _address(text: Any) -> str:
         raise ValueError(expected)
     if any(ord(sign) <= 32 or ord(sign) == 127 for sign in text):
         raise ValueError(expected)
-    host = f"[{found.hostname}]" if ":" in found.hostname else found.hostname
     # where a client's base is asked for, people give it with /v1 at its end
     path = found.path.rstrip("/").removesuffix("/v1").rstrip("/")
-    return f"{found.scheme}://{host}{'' if port is None else f':{port}'}{path}"
+    return f"{found.scheme}://{bracketed(found.hostname)}{'' if port is None else f':{port}'}{path}"

@@ -119,9 +119,6 @@ class Sglang(Engine):
         more = {"return_token_ids": True, "return_spec_tokens_details": True}
         return super().request(model, ids, sampling, seed) | more
 
-    def ids(self, choice: Mapping[str, Any], body: Mapping[str, Any]) -> tuple[int, ...] | None:
-        return self.token_ids(choice)
-
     def counts(self, body: Mapping[str, Any], choice: Mapping[str, Any], tokens: int, depth: int) -> Counts | None:
         more = body.get("sglext")
         spec = more.get("spec_tokens_details") if isinstance(more, dict) else None

@@ -10,7 +10,6 @@ import contextlib
 import fcntl
 import ipaddress
 import os
-import shutil
 import socket
 import time
 import uuid
@@ -27,7 +26,7 @@ from mtplab.engines.client import Broken, Client, Refused
 from mtplab.engines.engine import Engine, Wanted
 from mtplab.engines.figures import FiguresFull
 from mtplab.engines.guardian import LEFT_BEHIND
-from mtplab.engines.installed import launch_version
+from mtplab.engines.installed import launch_version, program_of, remedy
 from mtplab.engines.loop import Cancelled, OutOfTime, in_loop
 from mtplab.engines.measured import Measured
 from mtplab.engines.process import EngineProcess
@@ -128,11 +127,8 @@ def _start(
     # a name that no other server has: what answers on the port is known to be this one
     name, host = f"mtplab-{uuid.uuid4().hex[:12]}", _reached(settings.host)
     words = command(name, port := _free_port(settings.host))
-    if shutil.which(words[0]) is None:
-        raise MtplabError(
-            f"{engine.title}: {words[0]} is not there; install it, or say what starts it (command= of a Launch, or "
-            f"--engine-command), such as '/where/it/is/{' '.join(engine.program)}'"
-        )
+    if program_of(settings) is None:
+        raise MtplabError(f"{engine.title}: {words[0]} is not there; {remedy(settings)}")
     began = time.monotonic()
     logs = None if wanted.logs is None else Path(wanted.logs)
     process = EngineProcess(

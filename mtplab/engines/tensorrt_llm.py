@@ -83,9 +83,6 @@ class TensorrtLlm(Engine):
         # a field that it does not know is refused, and so are logprobs with speculation: ids only come this way
         return super().request(model, ids, sampling, seed) | {"detokenize": False}
 
-    def ids(self, choice: Mapping[str, Any], body: Mapping[str, Any]) -> tuple[int, ...] | None:
-        return self.token_ids(choice)
-
     def counts(self, body: Mapping[str, Any], choice: Mapping[str, Any], tokens: int, depth: int) -> Counts | None:
         spec = choice.get("speculative_decoding")
         if spec is None:

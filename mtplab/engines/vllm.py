@@ -114,9 +114,6 @@ class Vllm(Engine):
     def request(self, model: str, ids: Any, sampling: Any, seed: int) -> dict[str, Any]:
         return super().request(model, ids, sampling, seed) | {"return_token_ids": True}
 
-    def ids(self, choice: Mapping[str, Any], body: Mapping[str, Any]) -> tuple[int, ...] | None:
-        return self.token_ids(choice)
-
     def counts(self, body: Mapping[str, Any], choice: Mapping[str, Any], tokens: int, depth: int) -> Counts | None:
         spec = _speculation(body)
         if spec is None:

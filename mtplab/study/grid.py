@@ -27,6 +27,7 @@ from mtplab.study.worker import Unit, Variant
 
 __all__ = [
     "SERVED",
+    "SERVED_DRAFT",
     "Settings",
     "build_units",
     "check_depths",
@@ -37,9 +38,9 @@ __all__ = [
     "weight_format",
 ]
 
-# what an engine reads of its hidden states is its own affair
 SERVED = "the engine's own"  # device and dtype of what it serves
-_OUR_OWN = {"draft_sampling": "greedy", "target_hidden": "post_norm", "draft_hidden": "post_norm"}
+#: how an engine drafts is its own affair: these settings are one value for all its points
+SERVED_DRAFT = {"draft_sampling": "greedy", "target_hidden": "post_norm", "draft_hidden": "post_norm"}
 PRESETS = ("published", "none")
 
 
@@ -131,7 +132,7 @@ def build_units(
     texts = calibration_ids(asked, lambda text: (encode or tokenizer_encoder(folder))(text), calibration)
     temperatures = temperature_axis(temperature)
     engine, sampling = settings.engine, settings.sampling
-    spec = as_served(settings.spec, checkpoint.config) if not served else settings.spec.model_copy(update=_OUR_OWN)
+    spec = as_served(settings.spec, checkpoint.config) if not served else settings.spec.model_copy(update=SERVED_DRAFT)
     judge = _judge(checkpoint, identity, engine, reference) if quality else None
     device = SERVED if served else engine.device.split(":")[0]
     units = []

@@ -112,7 +112,7 @@ class ResultRow(_Frozen):
     `seconds` is the wall time of the run without its prefill and `tokens_per_second` is `tokens / seconds`; a trace has
     every depth from one decoding, so both are None there. `output_hash` is the
     SHA-256 of the emitted ids: at temperature 0 it must not depend on the depth. `remark` is what a reader must know
-    about the settings, `caveat` what the measurement must say of itself (other people's requests among the counts). A
+    about the settings, `caveat` what the measurement must say of itself (other people's requests meanwhile). A
     row with an `error` carries no numbers.
 
     `engine` names the serving engine that gave the numbers (None: mtplab's own runner). Its settings are what it was

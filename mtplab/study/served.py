@@ -8,9 +8,9 @@ Turns the grid's units into units of one depth with a server each. Knows no engi
 from __future__ import annotations
 
 import itertools
-import shutil
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +18,7 @@ from mtplab.config import SamplingConfig
 from mtplab.engines import Attach, Launch
 from mtplab.errors import ConfigError, printable
 from mtplab.quant.policy import resolve_policy
-from mtplab.study.grid import SERVED, policy_axis, temperature_axis
+from mtplab.study.grid import SERVED, SERVED_DRAFT, policy_axis, temperature_axis
 from mtplab.study.identity import checkpoint_folder, file_identity
 from mtplab.study.point import EngineFacts, PointConfig, digest_of, plan_digest
 from mtplab.study.producer import Labels
@@ -36,7 +36,8 @@ _AS_SERVED = "as served"
 
 @dataclass(frozen=True)
 class Served:
-    """Units of an engine, in the grid's order, and what is to be known of what was left out."""
+    """Units of an engine, in the grid's order, and what is to be known beside their rows: depths that were left out,
+    what the engine will misread."""
 
     units: list[Unit]
     notes: list[str]
@@ -152,9 +153,7 @@ def units_without_checkpoint(
                     quant_policy=policy,
                     draft_quant_policy=draft_policy,
                     **(sampling.model_dump() | {"temperature": degree}),
-                    draft_sampling="greedy",
-                    target_hidden="post_norm",
-                    draft_hidden="post_norm",
+                    **SERVED_DRAFT,
                     prompts=ids,
                     domains=tuple(prompt.domain for prompt in prompts.prompts),
                 )
@@ -190,8 +189,8 @@ def _attached(units: Sequence[Unit], servers: Sequence[Attached], depths: tuple[
     for unit in units:
         for depth in there:
             server = by_depth[depth]
-            _check_exclusions(unit, server)
-            fault = server.contradiction(unit.config.quant_policy, unit.config.draft_quant_policy)
+            label = None if unit.variant is None else unit.labels.exclude_label
+            fault = server.contradiction(unit.config.quant_policy, unit.config.draft_quant_policy, label)
             if fault is not None:
                 raise ConfigError(fault)
             facts = EngineFacts(name=server.engine, concurrency=server.limits.concurrency)
@@ -199,16 +198,6 @@ def _attached(units: Sequence[Unit], servers: Sequence[Attached], depths: tuple[
             remark = " · ".join(filter(None, [_weights_as_told(unit, server), untold]))
             out.append(_on(unit, depth, facts, server, remark, server.version))
     return Served(out, notes)
-
-
-def _check_exclusions(unit: Unit, server: Attached) -> None:
-    """Where a server says what it keeps out of FP8, it is what was asked. Raises ConfigError."""
-    told, asked = server.known.exclusions, unit.labels.exclude_label
-    if told is not None and asked != _AS_SERVED and told != asked:
-        raise ConfigError(
-            f"exclusions are {asked!r:.80}, and {server.title} at {server.address} was started with {told!r:.80}; give "
-            "what it was started with, or another server"
-        )
 
 
 def _weights_as_told(unit: Unit, server: Attached) -> str | None:
@@ -231,7 +220,8 @@ def _launched(
     starts: bool,
 ) -> Served:
     from mtplab.engines.engine import Wanted
-    from mtplab.engines.launch import launch_version, launched
+    from mtplab.engines.installed import launch_version, program_of, remedy
+    from mtplab.engines.launch import launched
     from mtplab.engines.registry import engine_of
     from mtplab.study.engine_reading import engine_reading
 
@@ -253,13 +243,15 @@ def _launched(
     version = launch_version(settings) if starts else None
     longest = max(len(ids) + unit.config.max_new_tokens for unit in units for ids in unit.config.prompts)
     out, notes = [], {}
+    # worked out once for each checkpoint that is served: of a large one its headers take seconds
+    reading = cache(lambda kept: engine_reading(checkpoint, engine.title, kept))
     for unit in units:
         config = unit.config
         converted = None
         if _converts(unit, checkpoint.quantization is not None):
             kept = tuple(sorted({*config.excluded, *config.draft_excluded}))
             converted = kept, results / "checkpoints" / digest_of([config.checkpoint, config.plan])[:16]
-        wrong = engine_reading(checkpoint, engine.title, None if converted is None else converted[0])
+        wrong = reading(None if converted is None else converted[0])
         if wrong is not None:
             notes[f"{unit.labels.exclude_label}: {wrong}"] = None
         for depth in depths:
@@ -275,11 +267,8 @@ def _launched(
             server = launched(settings, wanted)
             remark = " · ".join(filter(None, [wrong, server.remark]))
             out.append(_on(unit, depth, facts, server, remark, version))
-    if starts and shutil.which((settings.command or engine.program_here())[0]) is None:
-        raise ConfigError(
-            f"engine {engine.name}: {command[0]} is not on this machine's path; install it, or say what starts it "
-            f"(command= of a Launch, or --engine-command), such as '/where/it/is/{' '.join(engine.program)}'"
-        )
+    if starts and program_of(settings) is None:
+        raise ConfigError(f"engine {engine.name}: {command[0]} is not on this machine's path; {remedy(settings)}")
     return Served(out, list(notes))
 
 

@@ -21,12 +21,12 @@ from typing import Any, Literal
 
 from mtplab.errors import ConfigError, printable
 from mtplab.study.point import PointConfig, digest_of
-from mtplab.study.row import ResultRow
+from mtplab.study.row import ROW_SCHEMA, ResultRow
 
 __all__ = ["FILE_SCHEMA", "PointStore", "is_point_file", "read_rows", "results_folder", "write_atomically"]
 
-# that of the rows it holds; an older mtplab must say that it is too old, and not set the file aside
-FILE_SCHEMA = 3
+# an older mtplab must say that it is too old, and not set the file aside
+FILE_SCHEMA = ROW_SCHEMA
 _POINT_NAME = re.compile(r"[0-9a-f]{64}\.json")
 
 

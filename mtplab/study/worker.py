@@ -240,7 +240,7 @@ def work(
                 outcome.judged |= set(bare)
             for depth in bare:
                 take(judged[depth], True)
-        made = maker.served if unit.serving else maker.traced if unit.config.method == "trace" else maker.run
+        made = maker.traced if unit.config.method == "trace" else maker.run
         for new in made(missing, on_round):
             if found is not None:
                 new = [row if row.error else row.with_quality(found.row_fields(), found.about()) for row in new]
@@ -290,27 +290,39 @@ class _Maker:
                 return None
             return TargetQuality.failed(one_line(problem))
 
+    def ready(self) -> Callable[[int, Callable[[Any], None] | None], ResultRow]:
+        """What makes the row of a depth and calls a function at every round: the runner with its model loaded, or the
+        unit's server once it answers."""
+        config, labels, serving = self.unit.config, self.unit.labels, self.unit.serving
+        if serving is None:
+            model, generate = self.model(self.unit.variant), self.hooks.generator()
+            return lambda depth, told: produce(
+                model, config, depth, labels, generate, on_round=told, cancel=self.cancel
+            )
+        if self.on_start is not None and self.slot.key != serving.key:
+            self.on_start()
+        running, loading = self.slot.get(serving, self.cancel)
+        self.outcome.load_seconds += loading
+
+        def measured(depth: int, told: Callable[[Any], None] | None) -> ResultRow:
+            found = running.measure(config.prompts, config.domains, depth, config.sampling(), self.cancel, told)
+            return served_row(found, config, depth, labels)
+
+        return measured
+
     def run(self, depths: list[int], on_round: OnRound | None) -> Iterator[list[ResultRow]]:
-        """Depth after depth through the runner, up to the first that fails."""
+        """Depth after depth through the runner or the unit's server, up to the first that fails."""
         for depth in depths:
             if self.cancel.is_set():
                 self.outcome.cancelled = True
                 return
             started = time.monotonic()
             try:
-                model = self.model(self.unit.variant)
+                ready = self.ready()
                 started = time.monotonic()
-                row = produce(
-                    model,
-                    self.unit.config,
-                    depth,
-                    self.unit.labels,
-                    self.hooks.generator(),
-                    on_round=_at(on_round, depth),
-                    cancel=self.cancel,
-                )
+                row = ready(depth, _at(on_round, depth))
             except Exception as problem:
-                if self.cancel.is_set():  # the runner's way of stopping
+                if self.cancel.is_set():  # how a runner and a server stop
                     self.outcome.cancelled = True
                     return
                 row = self._failed(depth, problem)
@@ -346,32 +358,6 @@ class _Maker:
         for row in rows:
             self.outcome.seconds[row.depth] = (time.monotonic() - started) / len(rows)
         yield rows
-
-    def served(self, depths: list[int], on_round: OnRound | None) -> Iterator[list[ResultRow]]:
-        """The unit's depth, from its server."""
-        for depth in depths:
-            if self.cancel.is_set():
-                self.outcome.cancelled = True
-                return
-            started = time.monotonic()
-            if self.on_start is not None and self.slot.key != self.unit.serving.key:
-                self.on_start()
-            try:
-                running, loading = self.slot.get(self.unit.serving, self.cancel)
-                self.outcome.load_seconds += loading
-                started = time.monotonic()
-                config = self.unit.config
-                found = running.measure(
-                    config.prompts, config.domains, depth, config.sampling(), self.cancel, _at(on_round, depth)
-                )
-                row = served_row(found, config, depth, self.unit.labels)
-            except Exception as problem:
-                if self.cancel.is_set():
-                    self.outcome.cancelled = True
-                    return
-                row = self._failed(depth, problem)
-            self.outcome.seconds[depth] = time.monotonic() - started
-            yield [row]
 
     def _failed(self, depth: int, problem: Exception) -> ResultRow:
         return error_row(self.unit.config, depth, self.unit.labels, one_line(problem))

@@ -71,7 +71,8 @@ def replace_products() -> None:
             return torch.nn.functional.linear(x, (weight.float() * scale.float().view(1, -1)).to(x.dtype).t(), bias)
 
         def apply_scaled_mm(self, **kwargs):
-            raise NotImplementedError
+            # vLLM's interface asks for it, and calls it from the `apply_weights` that is replaced above
+            raise NotImplementedError("the product is `apply_weights`")
 
     linear._POSSIBLE_FP8_BLOCK_KERNELS[PlatformEnum.CPU] = [DequantizedBlocks]
     linear._POSSIBLE_FP8_KERNELS[PlatformEnum.CPU] = [Dequantized]
